@@ -1,0 +1,41 @@
+# make demo  sets everything up and shows the attention sinks of a real pretrained model
+# make test  sets everything up and runs the tests
+# A second run repeats no set-up. PYTHON names the interpreter the virtual environment is made with (3.11 or newer).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: demo test test-slow lint clean
+
+demo: $(INSTALLED)
+	@$(BIN)/kvprobe pull smollm2-135m
+	@mkdir -p demo
+	@$(BIN)/kvprobe sinks smollm2-135m --plot demo/sinks.png
+	@echo "The picture is demo/sinks.png"
+
+# one torch thread a worker: two pools of threads on two cores only fight
+test: $(INSTALLED)
+	$(BIN)/kvprobe pull smollm2-135m
+	$(BIN)/kvprobe pull gemma3-270m
+	$(BIN)/kvprobe pull gpt2-tokenizer
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) demo
+
+# torch first and by its exact version: anything that lets pip choose may fetch a GPU build of gigabytes
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,fast]'
+	@touch $@
