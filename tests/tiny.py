@@ -1,0 +1,169 @@
+"""Tiny random models of every family the seam is tested on: three layers, seeded, float32, in eval mode.
+
+The weights are drawn wide enough that attention is far from uniform, so that a wrong scale, mask or head is seen.
+"""
+
+from typing import Any
+
+import torch
+
+VOCAB = 97
+N_LAYERS = 3
+WINDOW = 8
+
+_HALVES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": N_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MHA: dict[str, Any] = {k: v for k, v in _HALVES.items() if k not in ("num_key_value_heads", "head_dim")}
+_MLA: dict[str, Any] = _MHA | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+_LOCAL: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+# family -> (configuration class, model class, what it is built from)
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256}
+        | {"bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _HALVES),
+    "mistral": ("MistralConfig", "MistralForCausalLM", _HALVES | {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {k: v for k, v in _HALVES.items() if k != "head_dim"}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _HALVES | {"head_dim": 12}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        # a low cap, so that dropping it changes the weights
+        _HALVES | _LOCAL | {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        _HALVES | _LOCAL | {"head_dim": 12, "query_pre_attn_scalar": 10},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _MHA | {"rotary_pct": 0.5}),
+    "opt": ("OPTConfig", "OPTForCausalLM", _MHA | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "phi": ("PhiConfig", "PhiForCausalLM", _MHA | {"num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
+    "phi3": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {k: v for k, v in _HALVES.items() if k != "head_dim"} | {"original_max_position_embeddings": 256},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        _HALVES
+        | _LOCAL
+        | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        # YaRN as the published checkpoints have it: it stretches the angles and scales cos and sin
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            }
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        _MLA | {"topk_method": "greedy"},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _MLA),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        _HALVES
+        | {"layer_types": ["linear_attention", "full_attention", "full_attention"], "partial_rotary_factor": 0.5}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 16},
+    ),
+    "falcon": ("FalconConfig", "FalconForCausalLM", _MHA | {"multi_query": True}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
+    "mpt": (
+        "MptConfig",
+        "MptForCausalLM",
+        {"vocab_size": VOCAB, "d_model": 32, "n_layers": N_LAYERS, "n_heads": 4, "max_seq_len": 256},
+    ),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
+        | {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW, "max_position_embeddings": 256}
+        | {"bos_token_id": 1, "eos_token_id": 2},
+    ),
+}
+
+# the families whose attention passes through transformers' attention interface, and those that bypass it
+HOOKED = tuple(family for family in FAMILIES if family not in ("falcon", "bloom", "mpt", "gpt_neo"))
+BYPASSING = ("falcon", "bloom", "mpt", "gpt_neo")
+
+
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """The configuration alone; `overrides` are the family's own configuration keys."""
+    import transformers
+
+    config_class, _, settings = FAMILIES[family]
+    return getattr(transformers, config_class)(**(settings | overrides))
+
+
+def tiny_model(family: str, seed: int = 0, *, std: float = 0.2, **overrides: Any) -> Any:
+    """A random model of `family`, with every vector (norms, biases, learned sink logits) off its usual value too."""
+    import transformers
+
+    config = tiny_config(family, **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # some families draw their vectors too when they are built
+        model = getattr(transformers, FAMILIES[family][1])(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith(("sinks", "A_log", "dt_bias")):
+                parameter.copy_(noise)
+            elif parameter.dim() > 1:
+                parameter.copy_(noise * std)
+            else:
+                # norms begin at one in most families, at zero in Gemma's, biases at zero: keep what they begin at
+                parameter.add_(noise * 0.1)
+    return model.to(torch.float32).eval().requires_grad_(False)
+
+
+def tiny_ids(n_tokens: int = 24, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[batch, n_tokens]`, none of them a special one."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (batch, n_tokens), generator=generator)
