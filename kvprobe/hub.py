@@ -1,0 +1,199 @@
+"""How does a repository of the Hugging Face hub come to this machine: only what is needed, safetensors, no code?
+
+The hub client's own settings apply (``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``), and its cache is
+the one that is read and filled, so that a model fetched by another tool is found.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.progress import Progress, silent
+from kvprobe.store import disk_error, sha256
+
+WANTED = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+_CONNECT_S = 4.0  # an unreachable hub is told at once; the download itself waits as long as the hub's client does
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the client's own notices away: what matters of them is in the errors that `fetch` raises."""
+    from huggingface_hub.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(50)  # CRITICAL: it warns of every broken connection
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def cached(repo: str) -> Path | None:
+    """The newest whole snapshot of a repository in the hub's cache; None if there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        directory = Path(snapshot_download(repo, local_files_only=True, allow_patterns=list(WANTED)))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    whole = (directory / "config.json").is_file() and weight_files(directory)
+    return directory if whole else None
+
+
+def cached_models() -> list[dict[str, Any]]:
+    """The repositories in the hub's cache that can be loaded without a network: name and bytes on the disk."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    return [
+        {"name": repository.repo_id, "bytes": repository.size_on_disk}
+        for repository in sorted(repositories, key=lambda repository: repository.repo_id)
+        if repository.repo_type == "model" and cached(repository.repo_id)
+    ]
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory; empty if there are none or one of them is missing."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    files = [directory / name for name in names]
+    return files if all(file.is_file() for file in files) else []
+
+
+def fetch(repo: str, *, only_config: bool = False, progress: Progress = silent) -> Path:
+    """The snapshot directory of a repository: from the cache if it is whole there, else downloaded.
+
+    A cached snapshot is used as it is, without asking the hub for a newer one (the commit is in every result). The
+    directory is named by its commit hash. A connection that breaks is taken up a few times; after that the files that
+    came whole stay, and the next run fetches the rest. Raises LookupError with the reason when the hub cannot be
+    reached or has no such repository, KvprobeError when a download breaks off or a checksum is wrong,
+    UnsupportedModelError for a repository without safetensors.
+    """
+    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        if only_config and isinstance(found := try_to_load_from_cache(repo, "config.json"), str):
+            return Path(found).parent
+        if (directory := cached(repo)) is not None:
+            return directory
+        if constants.is_offline_mode():
+            raise OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
+        progress(f"asking {constants.ENDPOINT} for {repo}", 0, None)
+        info = HfApi().model_info(repo, timeout=_CONNECT_S)
+    except HFValidationError as error:
+        raise LookupError(f"it cannot be a hub repository ({error})") from error
+    except GatedRepoError as error:
+        raise KvprobeError(
+            f"{repo} is gated on {constants.ENDPOINT}: accept its terms there, then `hf auth login`, or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise LookupError(f"{constants.ENDPOINT} has no such repository, or hides it from you") from error
+    except OfflineModeIsEnabled as error:
+        raise LookupError("it is not in the hub's cache, and HF_HUB_OFFLINE forbids to ask the hub") from error
+    except Exception as error:
+        if not _of_the_network(error):
+            raise
+        raise LookupError(f"{constants.ENDPOINT} could not be reached ({type(error).__name__})") from error
+
+    names = {sibling.rfilename for sibling in info.siblings or ()}
+    _refuse_without_safetensors(repo, names)
+    try:
+        if only_config:
+            return Path(hf_hub_download(repo, "config.json", etag_timeout=_CONNECT_S)).parent
+        bars = _bars(f"downloading {repo}", progress)
+        with quiet():
+            directory = Path(snapshot_download(repo, allow_patterns=list(WANTED), tqdm_class=bars))
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+            raise disk_error(error, Path(constants.HF_HUB_CACHE) / repo) from error
+        if not _of_the_network(error):
+            raise
+        raise KvprobeError(
+            f"the download of {repo} from {constants.ENDPOINT} broke off ({type(error).__name__}); "
+            "the files that came whole are kept: run the same again for the rest"
+        ) from error
+    _check(repo, directory, progress)
+    return directory
+
+
+def _refuse_without_safetensors(repo: str, names: set[str]) -> None:
+    if names & {"model.safetensors", "model.safetensors.index.json"}:
+        return
+    pickled = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
+    if pickled:
+        raise UnsupportedModelError(
+            f"{repo} has only pickled weights ({pickled[0]}), and reading a pickle runs what is in it; kvprobe reads "
+            "model.safetensors only: convert it where you trust it, and give the directory"
+        )
+    raise UnsupportedModelError(f"{repo} has no model.safetensors, so there are no weights that kvprobe reads")
+
+
+def _of_the_network(error: Exception) -> bool:
+    # OSError: the client's HTTP errors and wrong sizes; its HTTP library is httpx or httpx2, by the client's version
+    return isinstance(error, OSError) or type(error).__module__.startswith("httpx")
+
+
+def _check(repo: str, directory: Path, progress: Progress) -> None:
+    """Holds large files against the SHA-256 that the hub gave: the name of their blob in the cache."""
+    for file in weight_files(directory):
+        blob = file.resolve()
+        if re.fullmatch(r"[0-9a-f]{64}", blob.name) and (got := sha256(blob, progress=progress)) != blob.name:
+            blob.unlink()
+            file.unlink(missing_ok=True)
+            raise KvprobeError(
+                f"{file.name} of {repo} came damaged: expected SHA-256 {blob.name}, got {got}; "
+                "it was removed, run again"
+            )
+
+
+def _bars(what: str, progress: Progress) -> Any:
+    """A class that stands where the hub's client wants a progress bar, and tells `progress` the bytes instead."""
+    from tqdm.auto import tqdm
+
+    class Bars(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self.in_bytes = settings.get("unit") == "B"
+            super().__init__(*args, **(settings | {"disable": True}))
+            self.total = settings.get("total")
+            self.n = settings.get("initial") or 0
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self.in_bytes:
+                # two bars count the same bytes; what the cache held already is in one of them only
+                progress(what, min(int(self.n), int(self.total or self.n)), int(self.total or 0) or None, "bytes")
+
+    return Bars

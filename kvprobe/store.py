@@ -1,0 +1,165 @@
+"""Where does kvprobe keep what it fetched, and how does a directory appear there whole or not at all?"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kvprobe.errors import KvprobeError
+from kvprobe.progress import Progress, silent
+
+MANIFEST = "kvprobe.json"
+_PARTIAL = ".partial-"
+
+
+def home() -> Path:
+    """The directory of everything kvprobe fetched: ``KVPROBE_HOME``, else the platform's cache directory."""
+    if chosen := os.environ.get("KVPROBE_HOME"):
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("kvprobe", appauthor=False))
+
+
+def sha256(path: Path, *, progress: Progress = silent) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            done += len(block)
+            progress(f"checking {path.name}", done, total, "bytes")
+    return digest.hexdigest()
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """The manifest of a finished directory; None where there is none, or a file it names is missing or cut.
+
+    Compares sizes, which costs nothing; `damage` compares the checksums.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        whole = all((directory / name).stat().st_size == of["bytes"] for name, of in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return manifest if whole else None
+
+
+def damage(directory: Path, *, progress: Progress = silent) -> str | None:
+    """What is wrong with a finished directory, file by file against its manifest's SHA-256; None if nothing is."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return "a file is missing or cut"
+    for name, of in manifest["files"].items():
+        if (got := sha256(directory / name, progress=progress)) != of["sha256"]:
+            return f"{name} has the SHA-256 {got}, not {of['sha256']}"
+    return None
+
+
+def write_manifest(directory: Path, about: dict[str, Any], *, progress: Progress = silent) -> None:
+    """Writes `about` with the size and SHA-256 of every file of the directory as its manifest."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path, progress=progress)}
+        for path in sorted(directory.iterdir())
+    }
+    text = json.dumps(about | {"files": files}, indent=2, ensure_ascii=False)
+    (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def locked(target: Path, *, progress: Progress = silent) -> Iterator[None]:
+    """Only one process at a time works on `target`; another waits and says so.
+
+    The operating system lets go of the lock when its holder dies, so a killed run blocks nobody.
+    """
+    import filelock
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(target.parent / f".{target.name}.lock")
+    start = time.monotonic()
+    while True:
+        try:
+            lock.acquire(timeout=0.5)
+            break
+        except filelock.Timeout:
+            waited = int(time.monotonic() - start)
+            progress(f"waiting for another run that is fetching {target.name}", waited, None, "s")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def publish(target: Path, build: Callable[[Path], None], *, progress: Progress = silent) -> Path:
+    """Makes the directory `target` by `build(directory)`, so that it is there whole or not at all.
+
+    `build` fills a directory beside the target, which is renamed at the end; a target that is there already and whole
+    (by its manifest's sizes) is left as it is. Nothing half-written stays, also on Ctrl-C; what a killed run left is
+    cleared by the next one. Raises KvprobeError when the disk is full or the place cannot be written.
+    """
+    try:
+        with locked(target, progress=progress):
+            for stale in target.parent.glob(f".{target.name}{_PARTIAL}*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            if read_manifest(target) is not None:
+                return target
+            work = Path(tempfile.mkdtemp(prefix=f".{target.name}{_PARTIAL}", dir=target.parent))
+            try:
+                fresh = work / "new"
+                fresh.mkdir()
+                build(fresh)
+                if target.exists():  # without a whole manifest: damaged
+                    target.rename(work / "damaged")
+                fresh.rename(target)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise disk_error(error, target) from error
+    return target
+
+
+def disk_error(error: OSError, target: Path) -> KvprobeError:
+    """The same failure as one sentence about the place that could not be written."""
+    if error.errno == errno.ENOSPC:
+        free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
+        return KvprobeError(
+            f"the disk is full: {target.name} could not be written to {target.parent} ({free / 2**20:,.0f} MiB free); "
+            "make room, or set KVPROBE_HOME to a directory on another disk"
+        )
+    return KvprobeError(
+        f"{target.name} could not be written to {target.parent}: {error.strerror or error}; "
+        "set KVPROBE_HOME to a directory that can be written"
+    )
+
+
+def run_watched(
+    command: list[str], *, log: Path, watch: Callable[[], None], environment: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """Runs a command, calling `watch` a few times a second; its exit status and all it said.
+
+    The command is ended with us, also on Ctrl-C.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+        try:
+            while True:
+                try:
+                    status = process.wait(timeout=0.2)
+                    break
+                except subprocess.TimeoutExpired:
+                    watch()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return status, log.read_text(encoding="utf-8", errors="replace")
