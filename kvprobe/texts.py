@@ -114,7 +114,7 @@ def _fetch(url: str, progress: Progress) -> bytes:
         data = b""
         while block := answer.read(1 << 15):
             data += block
-            progress("time-machine", len(data), total, "B")
+            progress("time-machine", len(data), total, "bytes")
     # A cut connection ends a plain read without an error.
     if total is not None and len(data) != total:
         raise OSError(f"{len(data)} of {total} bytes came")

@@ -1,0 +1,34 @@
+"""How long does each of several ways take? Alternating runs, medians and ratios within one run.
+
+Machines are shared and their speed drifts: a ratio of neighbours in time says more than two absolute times.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+from kvprobe.results import Row
+
+
+def compare(ways: Mapping[str, Callable[[], object]], *, repeats: int = 7, warm_up: int = 1) -> list[Row]:
+    """Time every way ``repeats`` times in turn; the first is the reference of the ratios.
+
+    Rows: ``way, ms_median, ms_low, ms_high`` (quartiles, in milliseconds) and ``ratio``, the median over the turns
+    of a way's time to the reference's time in the same turn.
+    """
+    for _ in range(warm_up):
+        for run in ways.values():
+            run()
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, run in ways.items():
+            started = time.perf_counter()
+            run()
+            times[name].append(1e3 * (time.perf_counter() - started))
+    reference = times[next(iter(ways))]
+    rows = []
+    for name, taken in times.items():
+        low, median, high = statistics.quantiles(taken, n=4)
+        ratio = statistics.median(mine / its for mine, its in zip(taken, reference, strict=True))
+        rows.append({"way": name, "ms_median": median, "ms_low": low, "ms_high": high, "ratio": ratio})
+    return rows

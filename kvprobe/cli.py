@@ -1,0 +1,172 @@
+"""The command line: which question does each command ask? Thin: options in, one result out, errors in one line."""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvprobe import __version__
+from kvprobe.errors import KvprobeError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+# name -> module of kvprobe.commands, in the order in which --help lists them
+COMMANDS = ("sinks", "lowrank", "window", "cache", "memory", "latency", "generate", "gqa", "report", "pull", "models")
+PLOT_ENDINGS = (".svg", ".png", ".pdf")
+
+
+class LazyGroup(click.Group):
+    """Imports a command when it is asked for, so that ``--help`` waits for nothing heavy."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order of a first acquaintance, not of the alphabet."""
+        return [name for name in COMMANDS if find_spec(f"kvprobe.commands.{name}")]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, from ``kvprobe.commands``."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command: click.Command = import_module(f"kvprobe.commands.{cmd_name}").command
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="kvprobe")
+def cli() -> None:
+    """Where a language model's attention goes, how small its KV cache could be, and what that would cost.
+
+    \b
+    A first look, on a real pretrained model that is fetched once (98 MB):
+      kvprobe pull smollm2-135m
+      kvprobe sinks smollm2-135m
+
+    MODEL is a pulled name, a local directory, a GGUF file or a hub id such as gpt2 (the default).
+    `kvprobe models` lists what can be loaded here. `kvprobe COMMAND --help` explains each command.
+    """
+
+
+def common(command: Command) -> Command:
+    """The options of every command that loads a model and prints a result."""
+    for option in reversed(
+        (
+            click.option("--device", default="auto", show_default=True, help="cpu, cuda, mps, or auto: the best here."),
+            click.option(
+                "--dtype",
+                type=click.Choice(["float32", "bfloat16", "float16"]),
+                default="float32",
+                show_default=True,
+                help="Weights and activations. Published numbers are float32.",
+            ),
+            click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything drawn."),
+            click.option(
+                "--plot",
+                type=click.Path(dir_okay=False),
+                callback=_checked_plot,
+                help="Draw to FILE: .svg, .png, .pdf.",
+            ),
+            *output_options(),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def output_options() -> tuple[Callable[[Any], Any], ...]:
+    """The options that say where a result goes."""
+    return (
+        click.option(
+            "--format",
+            "format_",
+            type=click.Choice(["table", "json", "csv"]),
+            default="table",
+            show_default=True,
+            help="json: exactly one document, rows and run record.",
+        ),
+        click.option(
+            "--out",
+            type=click.Path(dir_okay=False),
+            callback=_checked_parent,
+            help="Write the result to FILE, whole or not at all, instead of standard output.",
+        ),
+        click.option("--quiet", is_flag=True, help="No progress and no notices."),
+    )
+
+
+def passage_options(command: Command) -> Command:
+    """The options that choose the text."""
+    for option in reversed(
+        (
+            click.option(
+                "--text",
+                default="bundled",
+                show_default=True,
+                help="A UTF-8 file, - for standard input, or a name: bundled, time-machine.",
+            ),
+            click.option(
+                "--tokens", type=int, default=1024, show_default=True, help="Length of the passage, BOS included."
+            ),
+            click.option(
+                "--bos",
+                type=click.Choice(["auto", "add", "drop"]),
+                default="auto",
+                show_default=True,
+                help="Begin-of-sequence token: as the tokenizer does by itself, always, or never.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0, 1 for what the user can mend, 2 for usage, 130 for Ctrl-C."""
+    try:
+        status = cli.main(args=arguments, prog_name="kvprobe", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("kvprobe: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        # the reader (head, less) has seen enough; keep the interpreter from flushing into the closed pipe again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get("KVPROBE_DEBUG"):
+            raise
+        click.echo(f"kvprobe: {_one_line(error)}", err=True)
+        sys.exit(1)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KvprobeError | ValueError):
+        return text
+    if isinstance(error, OSError):
+        return f"{error.strerror}: {error.filename}" if error.strerror and error.filename else text
+    if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text.lower():
+        return f"out of memory ({text[:200]}): use fewer --tokens, a smaller model, or --dtype bfloat16"
+    return f"{type(error).__name__}: {text[:300]} (unexpected: KVPROBE_DEBUG=1 shows where; please report it)"
+
+
+def _checked_plot(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is not None and Path(value).suffix.lower() not in PLOT_ENDINGS:
+        raise click.BadParameter(f"{value!r} must end in one of {', '.join(PLOT_ENDINGS)}", ctx, param)
+    return _checked_parent(ctx, param, value)
+
+
+def _checked_parent(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    # before the work, not after it
+    if value is not None and not Path(value).parent.is_dir():
+        raise click.BadParameter(f"directory {str(Path(value).parent)!r} does not exist", ctx, param)
+    if value is not None and not os.access(Path(value).parent, os.W_OK):
+        raise click.BadParameter(f"directory {str(Path(value).parent)!r} cannot be written to", ctx, param)
+    return value

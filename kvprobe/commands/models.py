@@ -1,0 +1,31 @@
+"""``kvprobe models``: what can be loaded on this machine."""
+
+from typing import Any
+
+import click
+
+from kvprobe.cli import output_options
+
+
+@click.command("models")
+def command(**options: Any) -> None:
+    """List what can be loaded here without a network, and what can be pulled.
+
+    Besides these, MODEL may be any local directory of a Hugging Face causal model with safetensors, a GGUF file, or
+    a hub id such as gpt2.
+    """
+    from kvprobe import models
+    from kvprobe.console import emit
+    from kvprobe.results import Result, run_record
+
+    result = Result("models", models.available(), run_record())
+    emit(
+        result,
+        format_=options["format_"],
+        out=options["out"],
+        columns=("name", "state", "bytes", "licence", "what"),
+    )
+
+
+for option in reversed(output_options()):
+    command = option(command)

@@ -1,0 +1,115 @@
+"""``kvprobe sinks``: how much of the attention goes to token 0?"""
+
+from typing import Any
+
+import click
+
+from kvprobe.cli import common, passage_options
+
+COLUMNS = ("layer", "mass", "uniform", "sink_rate", "top_position", "top_token", "top_mass", "window")
+HEAD_COLUMNS = ("layer", "head", "mass", "is_sink")
+
+
+@click.command("sinks")
+@click.argument("model", default="gpt2")
+@passage_options
+@click.option(
+    "--queries-from", type=int, default=64, show_default=True, help="First query counted: earlier ones see little else."
+)
+@click.option(
+    "--epsilon",
+    type=click.FloatRange(0, 1),
+    default=0.3,
+    show_default=True,
+    help="A head is a sink head if it puts more than this on token 0.",
+)
+@click.option("--per-head", is_flag=True, help="One row a head instead of one a layer.")
+@click.option(
+    "--control",
+    type=click.Choice(["none", "random", "repeat"]),
+    default="none",
+    show_default=True,
+    help="Instead of the text: ids drawn uniformly, or one id repeated (never with BOS).",
+)
+@common
+def command(model: str, **options: Any) -> None:
+    """How much of each layer's attention goes to token 0, the attention sink?
+
+    \b
+    Columns: mass         mean attention weight on token 0, over heads and queries
+             uniform      the same if attention were spread evenly over what is visible
+             sink_rate    share of heads with more than EPSILON on token 0
+             top_*        the position that gets most of the layer's mass, whichever it is
+             window       the layer's own sliding window, where it has one
+
+    \b
+    Examples:
+      kvprobe sinks smollm2-135m --plot sinks.png
+      kvprobe sinks smollm2-135m --control repeat     the sink needs tokens that differ
+      kvprobe sinks gemma3-270m --bos drop            a model whose sink is its BOS
+      kvprobe sinks MODEL --tokens 64 --queries-from 0  the published ε-sink protocol
+    """
+    import time
+    from dataclasses import replace
+
+    from kvprobe import mass, passages
+    from kvprobe.console import emit, progress_bar, save_plot
+    from kvprobe.results import Result, run_record
+    from kvprobe.subject import prepare
+
+    started = time.perf_counter()
+    with progress_bar(options["quiet"]) as progress:
+        subject = prepare(
+            model,
+            text=options["text"],
+            tokens=options["tokens"],
+            bos=options["bos"],
+            dtype=options["dtype"],
+            device=options["device"],
+            progress=progress,
+        )
+        tokenizer = subject.loaded.tokenizer
+        passage = passages.control(subject.passage, options["control"], tokenizer, seed=options["seed"])
+        subject = replace(subject, passage=passage)
+        measured = mass.measure(
+            subject.model,
+            subject.input_ids,
+            queries_from=options["queries_from"],
+            positions=True,
+            progress=progress,
+        )
+    layer_rows = measured.layer_rows(options["epsilon"], subject.loaded.spec.windows, passage.ids, tokenizer)
+    head_rows = measured.head_rows(options["epsilon"])
+    run = run_record(
+        subject.record(),
+        queries_from=options["queries_from"],
+        epsilon=options["epsilon"],
+        control=options["control"],
+        control_id=passage.first_content_id if options["control"] == "repeat" else None,
+        mass=float(measured.token0.mean()),
+        sink_rate=float(measured.sink_rate(options["epsilon"]).mean()),
+        seed=options["seed"],
+        wall_s=round(time.perf_counter() - started, 3),
+    )
+    result = Result("sinks", head_rows if options["per_head"] else layer_rows, run)
+    emit(
+        result,
+        format_=options["format_"],
+        out=options["out"],
+        columns=HEAD_COLUMNS if options["per_head"] else COLUMNS,
+        summary=_summary(run),
+    )
+    if options["plot"]:
+        from kvprobe.plots.sinks import figure
+
+        save_plot(figure(layer_rows, head_rows, run), options["plot"])
+
+
+def _summary(run: dict[str, Any]) -> list[str]:
+    bos = "with BOS" if run["has_bos"] else "no BOS"
+    return [
+        "",
+        f"{run['model']}, {run['passage']}, {run['n_tokens']:,} tokens ({bos}), queries from {run['queries_from']:,}: "
+        f"{run['mass']:.3f} of all attention is on token 0; "
+        f"{run['sink_rate']:.1%} of heads give it more than {run['epsilon']:g}",
+    ]

@@ -1,0 +1,142 @@
+"""What does the user see? Results on standard output, progress and notices on standard error."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvprobe.progress import Progress, silent
+from kvprobe.results import Result, write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# without a terminal a bar would be noise: a line at the start of each piece of work and then at most this often
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Progress]:
+    """A bar on standard error while the block runs; lines where that is no terminal; nothing if ``quiet``."""
+    if quiet:
+        yield silent
+    elif sys.stderr.isatty():
+        with _rich_bar() as bar:
+            yield bar
+    else:
+        yield _Lines()
+
+
+@contextmanager
+def _rich_bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        ProgressColumn,
+        TaskID,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as RichProgress
+
+    class Amount(ProgressColumn):
+        """Bytes with their rate, anything else as counts."""
+
+        def render(self, task: Any) -> Any:
+            if task.fields["unit"] == "bytes":
+                return DownloadColumn().render(task) + " " + TransferSpeedColumn().render(task)
+            return MofNCompleteColumn().render(task)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), Amount(), TimeRemainingColumn())
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int | None, unit: str = "") -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total, unit=unit)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield show
+
+
+class _Lines:
+    """Progress for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def __call__(self, what: str, done: int, total: int | None, unit: str = "") -> None:
+        now = time.monotonic()
+        if now - self._last.get(what, -SECONDS_BETWEEN_LINES) < SECONDS_BETWEEN_LINES:
+            return
+        self._last[what] = now
+        amount = f"{done:,} of {total:,}" if total else f"{done:,}" if done else ""
+        click.echo(f"{what}: {amount} {unit}".rstrip() if amount else what, err=True)
+
+
+def notice(text: str, *, quiet: bool = False) -> None:
+    """One line on standard error."""
+    if not quiet:
+        click.echo(text, err=True)
+
+
+def emit(result: Result, *, format_: str, out: str | None, columns: Sequence[str], summary: Sequence[str] = ()) -> None:
+    """Print or write a result: ``columns`` are the fields a table shows, ``summary`` the lines under it."""
+    if format_ == "json":
+        text = result.to_json()
+    elif format_ == "csv":
+        text = result.to_csv()
+    else:
+        text = "\n".join([table(result.rows, columns), *summary]) + "\n"
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        write_whole(out, text)
+
+
+def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
+    """Rows as aligned plain text, numbers to the right; null is a dash."""
+    cells = [[_cell(row[column]) for column in columns] for row in rows]
+    left = [all(isinstance(row[column], str) or row[column] is None for row in rows) for column in columns]
+    widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
+    lines = []
+    for line in [list(columns), *cells]:
+        padded = (
+            cell.ljust(w) if to_left else cell.rjust(w) for cell, w, to_left in zip(line, widths, left, strict=True)
+        )
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    text = str(value)
+    # a token may be a line break, or begin with a space: show it so that it is seen and keeps the row whole
+    return text if text.isprintable() and text == text.strip() else repr(text)
+
+
+def save_plot(figure: "Figure", path: str) -> None:
+    """Write a figure, whole or not at all, in the format that the path ends in."""
+    import io
+    from pathlib import Path
+
+    import matplotlib as mpl
+
+    buffer = io.BytesIO()
+    # text as text in svg, TrueType in pdf: what a paper's publisher asks for
+    with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+        figure.savefig(buffer, format=Path(path).suffix[1:].lower(), dpi=200)
+    write_whole(path, buffer.getvalue())

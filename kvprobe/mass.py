@@ -1,0 +1,149 @@
+"""Where does attention go? Mass on token 0 or on any position, per layer and head, without ever holding a map.
+
+The weight of one key needs no map: ``weight(q, k) = exp(score(q, k) - lse(q))``, and the kernel that computes
+attention gives the log-sum-exp ``lse`` for nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvprobe.attention import AttentionCall
+from kvprobe.errors import KvprobeError
+from kvprobe.hooks import attending
+from kvprobe.progress import Progress, silent
+from kvprobe.results import Row
+
+
+@dataclass(frozen=True)
+class Mass:
+    """Attention mass of one forward, a mean over the queries from ``queries_from`` on (and over the batch).
+
+    ``layers`` are the model's indices of the layers that hold keys; row j of every tensor belongs to ``layers[j]``.
+    ``token0`` float32 ``[n_layers, n_heads]`` in [0, 1]. ``uniform`` ``[n_layers]`` is what token 0 would get if every
+    query spread itself evenly over the keys it may see: 1 over their number, or 0 where token 0 is not among them
+    (local layers). ``share`` ``[n_layers, length]`` is each position's part of the layer's mass, a mean over heads,
+    or None if it was not asked for; a row sums to 1, or to less under learned sink logits.
+    """
+
+    layers: tuple[int, ...]
+    queries_from: int
+    token0: Tensor
+    uniform: Tensor
+    share: Tensor | None = None
+
+    def sink_rate(self, epsilon: float) -> Tensor:
+        """Share of each layer's heads with more than ``epsilon`` on token 0: ``[n_layers]`` (Gu et al., 2024)."""
+        return (self.token0 > epsilon).float().mean(-1)
+
+    def head_rows(self, epsilon: float) -> list[Row]:
+        """One row a head: ``layer, head, mass, uniform, is_sink`` (mass above ``epsilon``)."""
+        return [
+            {"layer": layer, "head": head, "mass": mass, "uniform": uniform, "is_sink": mass > epsilon}
+            for layer, masses, uniform in zip(self.layers, self.token0.tolist(), self.uniform.tolist(), strict=True)
+            for head, mass in enumerate(masses)
+        ]
+
+    def layer_rows(self, epsilon: float, windows: Sequence[int | None], input_ids: Tensor, tokenizer: Any) -> list[Row]:
+        """One row a layer: ``layer, mass, uniform, sink_rate, top_position, top_token, top_mass, window``.
+
+        ``top_position`` is the position with the largest share of the layer's mass, whichever it is, ``top_token`` its
+        text and ``top_mass`` that share; they need ``share``. ``windows`` are the model's own, by layer index (None =
+        full attention). ``input_ids`` ``[length]`` is the passage.
+        """
+        if self.share is None:
+            raise ValueError("layer_rows needs the share of every position: measure(..., positions=True)")
+        rows = []
+        for j, layer in enumerate(self.layers):
+            top = int(self.share[j].argmax())
+            rows.append(
+                {
+                    "layer": layer,
+                    "mass": float(self.token0[j].mean()),
+                    "uniform": float(self.uniform[j]),
+                    "sink_rate": float(self.sink_rate(epsilon)[j]),
+                    "top_position": top,
+                    "top_token": tokenizer.decode([int(input_ids[top])]),
+                    "top_mass": float(self.share[j, top]),
+                    "window": windows[layer],
+                }
+            )
+        return rows
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    queries_from: int = 64,
+    positions: bool = False,
+    progress: Progress = silent,
+) -> Mass:
+    """Mass of one forward over ``input_ids`` ``[batch, length]``; with ``positions``, the share of every position too.
+
+    Query 0 sees only itself, and the first queries see little else: ``queries_from`` leaves them out. Raises
+    ValueError if it is not in 0 to length − 1, and KvprobeError naming the layer where attention is not finite.
+    """
+    length = input_ids.shape[-1]
+    if not 0 <= queries_from < length:
+        raise ValueError(f"queries_from must be between 0 and {length - 1} for {length} tokens, got {queries_from}")
+    n_layers: int = model.config.num_hidden_layers  # type: ignore[union-attr,assignment]
+    token0: dict[int, Tensor] = {}
+    uniform: dict[int, Tensor] = {}
+    share: dict[int, Tensor] = {}
+
+    def watch(call: AttentionCall) -> Tensor:
+        output, lse = call.attend_with_lse()
+        weight = torch.exp(call.scores_of(0) - lse)[..., queries_from:]
+        token0[call.layer] = weight.mean((0, 2)).cpu()
+        if not token0[call.layer].isfinite().all():
+            raise KvprobeError(
+                f"attention is not finite in layer {call.layer} at {str(call.query.dtype).removeprefix('torch.')}: "
+                "try --dtype float32, and check the checkpoint"
+            )
+        uniform[call.layer] = _even_share_of_token0(call, queries_from)
+        if positions:
+            share[call.layer] = _share_of_positions(call, lse, queries_from).cpu()
+        progress("attention", call.layer + 1, n_layers, "layers")
+        return output
+
+    with attending(model, watch):
+        # the body alone: the vocabulary's logits would cost more than the masses do
+        model.base_model(input_ids=input_ids, use_cache=False)  # type: ignore[operator]
+    layers = tuple(sorted(token0))
+    return Mass(
+        layers=layers,
+        queries_from=queries_from,
+        token0=torch.stack([token0[layer] for layer in layers]),
+        uniform=torch.stack([uniform[layer] for layer in layers]),
+        share=torch.stack([share[layer] for layer in layers]) if positions else None,
+    )
+
+
+def token0_mass(model: nn.Module, input_ids: Tensor, queries_from: int = 64) -> Tensor:
+    """Mean attention weight on token 0 over the queries from ``queries_from`` on: float32 ``[n_layers, n_heads]``.
+
+    ``n_layers`` counts the layers that hold keys and values. Raises as :func:`measure` does.
+    """
+    return measure(model, input_ids, queries_from=queries_from).token0
+
+
+def _even_share_of_token0(call: AttentionCall, queries_from: int) -> Tensor:
+    length = call.query.shape[2]
+    if call.is_causal:
+        return (1.0 / torch.arange(queries_from + 1, length + 1)).mean()
+    keep = call.keep[..., queries_from:, :]
+    # at least one: a padding query that sees nothing has no token 0 to share with either
+    return (keep[..., 0] / keep.sum(-1).clamp(min=1)).float().mean().cpu()
+
+
+def _share_of_positions(call: AttentionCall, lse: Tensor, queries_from: int) -> Tensor:
+    length = call.query.shape[2]
+    total = torch.zeros(call.key.shape[2], device=call.query.device)
+    for _, weights in call.visible_weights(start=queries_from):
+        total[: weights.shape[-1]] += weights.sum((0, 1, 2))
+    return total / (call.query.shape[0] * call.n_heads * (length - queries_from))

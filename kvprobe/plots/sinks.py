@@ -1,0 +1,62 @@
+"""How much of each layer's attention goes to token 0? Bars against the uniform line, and a layer × head map."""
+
+from typing import Any
+
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from kvprobe.plots.style import COLOURS, HEAT, INK, TWO_COLUMNS, styled
+from kvprobe.results import Row
+
+
+def draw_layers(rows: list[Row], ax: Axes) -> Axes:
+    """Mean mass per layer as bars, the uniform reference as a line; rows need ``layer``, ``mass``, ``uniform``."""
+    layers = [row["layer"] for row in rows]
+    bars = ax.bar(layers, [row["mass"] for row in rows], color=COLOURS[0], width=0.8, label="attention on token 0")
+    # a step as wide as its bar: the reference can differ by layer where layers are local
+    (line,) = ax.step(
+        layers, [row["uniform"] for row in rows], where="mid", color=COLOURS[5], linewidth=1.6, label="spread evenly"
+    )
+    ax.set(xlabel="layer", ylabel="mean attention weight", ylim=(0, 1), xlim=(min(layers) - 0.6, max(layers) + 0.6))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(handles=[bars, line], loc="upper left", ncols=2)
+    return ax
+
+
+def draw_heads(rows: list[Row], ax: Axes) -> Axes:
+    """Mass of every head as a map, layers down and heads across; rows need ``layer``, ``head``, ``mass``."""
+    layers = sorted({row["layer"] for row in rows})
+    heads = sorted({row["head"] for row in rows})
+    mass = {(row["layer"], row["head"]): row["mass"] for row in rows}
+    grid = [[mass[layer, head] for head in heads] for layer in layers]
+    every = max(1, -(-len(layers) // 15))
+    sns.heatmap(
+        grid,
+        ax=ax,
+        vmin=0,
+        vmax=1,
+        cmap=HEAT,
+        xticklabels=max(1, -(-len(heads) // 16)),
+        yticklabels=[str(layer) if i % every == 0 else "" for i, layer in enumerate(layers)],
+        cbar_kws={"label": "attention on token 0"},
+    )
+    ax.tick_params(left=False, bottom=False, labelrotation=0)
+    ax.set(xlabel="head", ylabel="layer")
+    return ax
+
+
+def figure(layer_rows: list[Row], head_rows: list[Row], run: dict[str, Any]) -> Figure:
+    """Both panels side by side, sized for two columns of a paper."""
+    with styled():
+        fig = Figure(figsize=(TWO_COLUMNS, 3.0), layout="constrained")
+        left, right = fig.subplots(1, 2, width_ratios=(3, 2))
+        draw_layers(layer_rows, left)
+        draw_heads(head_rows, right)
+        fig.suptitle(
+            f"{run['model']}: queries {run['queries_from']:,} to {run['n_tokens'] - 1:,} of {run['passage']}",
+            fontsize=9,
+            color=INK,
+        )
+    return fig

@@ -1,0 +1,120 @@
+"""What did a run find, and which run was it? A table in long form plus the record that can remake it."""
+
+import csv
+import io
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+# the packages whose version can change a number
+VERSIONED = ("kvprobe", "torch", "transformers", "numpy", "scipy")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One analysis: ``rows``, one an observation, all with the same fields, and ``run``, how they came about.
+
+    Raises ValueError if there are no rows or if they differ in their fields.
+    """
+
+    analysis: str
+    rows: list[Row]
+    run: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError(f"{self.analysis} produced no rows")
+        for row in self.rows:
+            if row.keys() != self.rows[0].keys():
+                odd = sorted(row.keys() ^ self.rows[0].keys())
+                raise ValueError(f"{self.analysis}: rows differ in their fields: {', '.join(odd)}")
+
+    def to_json(self) -> str:
+        """One JSON document; a number that is not finite is refused (ValueError), since JSON has none."""
+        document = {"analysis": self.analysis, "rows": self.rows, "run": self.run}
+        return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def to_csv(self) -> str:
+        """The rows alone, with a header; an empty cell is a null."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fieldnames=list(self.rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return text.getvalue()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Result":
+        """The result that :meth:`to_json` wrote."""
+        document = json.loads(text)
+        return cls(document["analysis"], document["rows"], document["run"])
+
+    def save(self, stem: str | Path) -> tuple[Path, Path]:
+        """Write ``STEM.csv`` and ``STEM.json``; each is there whole or not at all. Returns both paths."""
+        stem = Path(stem)
+        paths = stem.with_name(stem.name + ".csv"), stem.with_name(stem.name + ".json")
+        for path, text in zip(paths, (self.to_csv(), self.to_json()), strict=True):
+            write_whole(path, text)
+        return paths
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file so that it is there whole or, after a kill or on a full disk, as it was before."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        # mkstemp makes private files; a result is as readable as any file the user writes
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def run_record(*parts: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+    """The record of a run: what ``parts`` (model, passage) and ``settings`` say, and where and when it ran.
+
+    Files stand in it by name and SHA-256, never by path; the machine by its processor, never by host name.
+    """
+    record: dict[str, Any] = {}
+    for part in (*parts, settings):
+        record |= part
+    record["versions"] = _versions(VERSIONED)
+    record["cpu"] = processor()
+    record["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+    return record
+
+
+def processor() -> str:
+    """The processor's model name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,70 @@
+"""What is looked at? A model and a passage, loaded, checked against each other and ready for an analysis."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvprobe import models, passages
+from kvprobe.errors import KvprobeError
+from kvprobe.models import Loaded
+from kvprobe.passages import Bos, Passage, Text
+from kvprobe.progress import Progress, silent
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model with the passage it will read, and the text the passage was cut from."""
+
+    loaded: Loaded
+    text: Text
+    passage: Passage
+
+    @property
+    def model(self) -> Any:
+        """The model itself, in eval mode."""
+        return self.loaded.model
+
+    @property
+    def input_ids(self) -> Tensor:
+        """The passage as a batch of one on the model's device: int64 ``[1, n_tokens]``."""
+        return self.passage.ids[None].to(self.loaded.device)
+
+    def record(self) -> dict[str, Any]:
+        """What a run record says of both: names and fingerprints, never a path."""
+        return {
+            "model": self.loaded.name,
+            "revision": self.loaded.revision,
+            "source": self.loaded.source,
+            "dtype": self.loaded.dtype,
+            "device": self.loaded.device,
+            "family": self.loaded.spec.family,
+            **passages.run_record(self.passage),
+        }
+
+
+def prepare(
+    model: str,
+    *,
+    text: str = "bundled",
+    tokens: int = 1024,
+    bos: Bos = "auto",
+    dtype: str = "float32",
+    device: str = "auto",
+    unlimited: bool = False,
+    progress: Progress = silent,
+) -> Subject:
+    """Load ``model`` and cut a passage of ``tokens`` ids, BOS included, from ``text``.
+
+    Raises KvprobeError for a text or model that cannot be had, a text too short, and a passage longer than the
+    model's positions, unless ``unlimited``: for passes that never use a position beyond the model's.
+    """
+    if tokens < 2:
+        raise ValueError(f"tokens must be at least 2, got {tokens}")
+    # the text first: a wrong file name should not wait for a model to load
+    read = passages.read_text(text, progress=progress)
+    loaded = models.load(model, dtype=dtype, device=None if device == "auto" else device, progress=progress)
+    limit = loaded.spec.max_positions
+    if limit is not None and tokens > limit and not unlimited:
+        raise KvprobeError(f"{loaded.name} has {limit:,} positions, fewer than {tokens:,} tokens: use --tokens {limit}")
+    return Subject(loaded, read, passages.encode(loaded.tokenizer, read, n_tokens=tokens, bos=bos))

@@ -1,0 +1,79 @@
+"""A result is a table plus the run that made it: whole files, no rows refused, the same thing read back."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvprobe.results import Result, processor, run_record, write_whole
+
+
+def result(**changes):
+    rows = [{"layer": 0, "mass": 0.25, "window": None}, {"layer": 1, "mass": 0.5, "window": 8}]
+    return Result(**({"analysis": "sinks", "rows": rows, "run": {"model": "tiny", "seed": 0}} | changes))
+
+
+def test_json_holds_everything_and_reads_back():
+    assert Result.from_json(result().to_json()) == result()
+    assert list(json.loads(result().to_json())) == ["analysis", "rows", "run"]
+
+
+def test_csv_has_a_header_and_an_empty_cell_for_null():
+    assert result().to_csv() == "layer,mass,window\n0,0.25,\n1,0.5,8\n"
+
+
+def test_no_rows_is_an_error():
+    with pytest.raises(ValueError, match="sinks produced no rows"):
+        result(rows=[])
+
+
+def test_rows_that_differ_in_their_fields_are_an_error():
+    with pytest.raises(ValueError, match="rows differ in their fields: b"):
+        result(rows=[{"a": 1}, {"a": 1, "b": 2}])
+
+
+def test_a_number_that_is_not_finite_never_reaches_a_file():
+    with pytest.raises(ValueError, match="JSON"):
+        result(rows=[{"loss": float("nan")}]).to_json()
+
+
+def test_save_writes_both_files_and_makes_the_folder(tmp_path):
+    csv_path, json_path = result().save(tmp_path / "results" / "sinks")
+    assert csv_path.read_text() == result().to_csv()
+    assert Result.from_json(json_path.read_text()) == result()
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fdopen", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "new")
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_written_files_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "a", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
+def test_the_run_record_names_versions_and_processor_but_no_host_and_no_path(tmp_path):
+    record = run_record({"model": "tiny"}, {"passage": "a.txt"}, seed=3)
+    assert record["model"] == "tiny"
+    assert record["seed"] == 3
+    assert record["versions"]["torch"].startswith("2.")
+    assert record["cpu"] == processor()
+    text = json.dumps(record)
+    assert os.uname().nodename not in text
+    assert str(Path.cwd()) not in text
