@@ -1,0 +1,110 @@
+"""How small may the rank be? Loss against rank with one line a basis, and energy against rank with one line a layer."""
+
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from kvprobe.plots.style import COLOURS, HEAT, INK, MARKERS, TWO_COLUMNS, styled
+from kvprobe.results import Row
+
+BASES = {"oracle": "oracle: the scored tokens", "prefix": "prefix: tokens before them", "heldout": "held-out text"}
+STAGES = {"pre_rope": "keys before RoPE", "post_rope": "keys as attention reads them"}
+PARTS = {"kv": "keys and values", "k": "keys", "v": "values"}
+
+
+def draw_loss(rows: list[Row], ax: Axes) -> Axes:
+    """Loss against rank with the 95 % interval of its difference to the untruncated pass, which is the dashed line.
+
+    One line for each basis and allocation; rows of one passage, with ``rank``, ``loss``, ``delta``, ``delta_low``,
+    ``delta_high``, ``basis``, ``allocate``.
+    """
+    truncated = [row for row in rows if row["rank"] is not None]
+    full = next(row for row in rows if row["rank"] is None)
+    ax.axhline(full["loss"], color=INK, linewidth=1, linestyle="--", label="not truncated")
+    ranks = sorted({row["rank"] for row in truncated})
+    lines = list(dict.fromkeys((row["basis"], row["allocate"]) for row in truncated))
+    for i, (basis, allocate) in enumerate(lines):
+        mine = sorted(
+            (row for row in truncated if (row["basis"], row["allocate"]) == (basis, allocate)),
+            key=lambda row: row["rank"],
+        )
+        ax.errorbar(
+            # side by side, so that intervals do not cover each other
+            [row["rank"] * (1 + 0.02 * (i - (len(lines) - 1) / 2)) for row in mine],
+            [row["loss"] for row in mine],
+            yerr=[
+                [row["delta"] - row["delta_low"] for row in mine],
+                [row["delta_high"] - row["delta"] for row in mine],
+            ],
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=5,
+            linewidth=1.2,
+            capsize=3,
+            label=BASES[basis] + (", rank by energy" if allocate == "energy" else ""),
+        )
+    ax.set_xscale("log")
+    ax.set_xticks(ranks, [f"{rank:,}" for rank in ranks])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set(xlabel="rank", ylabel="loss (nat per token)")
+    ax.legend(loc="best")
+    return ax
+
+
+def draw_energy(rows: list[Row], ax: Axes) -> Axes:
+    """Energy kept against rank, one line a layer, darker for earlier ones; rows of one stage: ``layer``, ``rank``,
+    ``energy``.
+    """
+    layers = sorted({row["layer"] for row in rows})
+    colours = mpl.colormaps[HEAT].resampled(len(layers))
+    for i, layer in enumerate(layers):
+        mine = sorted((row for row in rows if row["layer"] == layer), key=lambda row: row["rank"])
+        ax.plot(
+            [row["rank"] for row in mine],
+            [row["energy"] for row in mine],
+            color=colours(i),
+            linewidth=1,
+            label=f"layer {layer}",
+        )
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.set(xlabel="rank", ylabel="energy kept")
+    return ax
+
+
+def figure(rows: list[Row], run: dict[str, Any]) -> Figure:
+    """One panel of losses."""
+    with styled():
+        fig = Figure(figsize=(5.0, 3.2), layout="constrained")
+        draw_loss(rows, fig.subplots())
+        fig.suptitle(
+            f"{run['model']}: {PARTS[rows[0]['of']]} of width {rows[0]['width']:,}, {run['n_targets']:,} targets of "
+            f"{run['passage']}",
+            fontsize=9,
+            color=INK,
+        )
+    return fig
+
+
+def spectrum_figure(rows: list[Row], run: dict[str, Any]) -> Figure:
+    """One panel of energies a stage, before RoPE first, with one colour bar for the layers."""
+    stages = sorted({row["stage"] for row in rows}, key=list(STAGES).index)
+    layers = sorted({row["layer"] for row in rows})
+    with styled():
+        fig = Figure(figsize=(TWO_COLUMNS if len(stages) > 1 else 4.0, 3.0), layout="constrained")
+        panels = fig.subplots(1, len(stages), sharey=True, squeeze=False)[0]
+        for ax, stage in zip(panels, stages, strict=True):
+            draw_energy([row for row in rows if row["stage"] == stage], ax)
+            ax.set_title(STAGES[stage])
+        panels[0].figure.colorbar(
+            ScalarMappable(Normalize(layers[0], max(layers[-1], layers[0] + 1)), HEAT), ax=list(panels), label="layer"
+        )
+        for ax in panels[1:]:
+            ax.set_ylabel("")
+        fig.suptitle(f"{run['model']}: {PARTS[rows[0]['of']]} over {run['passage']}", fontsize=9, color=INK)
+    return fig

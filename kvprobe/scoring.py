@@ -1,0 +1,196 @@
+"""How well does a model predict these tokens, and is the difference to another pass more than chance?
+
+Losses are negative log-likelihoods in nat per predicted token. Target ``i`` is token ``i`` of the passage, predicted
+from the tokens before it; ``score_from = s`` makes ``s + 1`` the first target, so 1,024 tokens and 512 give the 511
+targets 513 to 1023.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvprobe.errors import KvprobeError
+
+if TYPE_CHECKING:
+    from kvprobe.hooks import Attend
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean difference in nat per token with its 95 % interval, and what is needed to make it again."""
+
+    delta: float
+    low: float
+    high: float
+    block_length: int
+    seed: int
+
+
+def check_score_from(n_tokens: int, score_from: int) -> None:
+    """Raise ValueError unless ``score_from`` leaves two targets or more (one has no interval) in ``n_tokens``."""
+    if n_tokens < 3:
+        raise ValueError(f"a passage needs at least 3 tokens to be scored (two targets), got {n_tokens}")
+    if not 0 <= score_from <= n_tokens - 3:
+        raise ValueError(
+            f"score-from must be between 0 and {n_tokens - 3} for {n_tokens} tokens (the first target is the token "
+            f"after it, and there must be two), got {score_from}"
+        )
+
+
+@torch.no_grad()
+def token_losses(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    score_from: int,
+    attend: "Attend | None" = None,
+    chunk: int = 256,
+) -> Tensor:
+    """Loss of every target after ``score_from``, in nat, from one forward; ``attend`` goes through the seam.
+
+    ``input_ids`` ``[length]`` or ``[1, length]`` gives float64 ``[n_targets]`` on the CPU, several rows ``[batch,
+    length]`` give ``[batch, n_targets]``, with ``n_targets = length - 1 - score_from``. Logits are held for
+    ``chunk`` positions at a time and are the model's own, scaling and soft-capping after the head included; their
+    log-softmax is float32. Raises ValueError for a ``score_from`` outside the passage and KvprobeError for a loss
+    that is not finite, naming the layer that first was not.
+    """
+    ids = input_ids if input_ids.ndim == 2 else input_ids[None]
+    check_score_from(ids.shape[1], score_from)
+    losses = _losses(model, ids, score_from, attend, chunk)
+    if not bool(losses.isfinite().all()):
+        raise KvprobeError(_first_not_finite(model, ids, score_from, attend, chunk))
+    return losses[0] if len(ids) == 1 else losses
+
+
+def perplexity(losses: Tensor) -> float:
+    """Perplexity per predicted token: exp of the mean loss, the mean taken in float64 and exponentiated once."""
+    return float(losses.double().mean().exp())
+
+
+def default_block_length(n_targets: int) -> int:
+    """Block length of :func:`paired_interval` for ``n_targets`` tokens: ``2 * n ** (1/3)``, at most half of them.
+
+    The rate n^(1/3) is the best for the variance of a mean (Künsch, 1989). For differences whose neighbours
+    correlate by rho the best factor is ``(6 rho² / (1 - rho²)²) ** (1/3)``: two serves rho = 0.65, more than the
+    differences of token losses show, and too long a block costs less than too short a one.
+    """
+    return max(1, min(round(2 * n_targets ** (1 / 3)), n_targets // 2))
+
+
+def paired_interval(
+    losses: Tensor,
+    reference: Tensor,
+    *,
+    block_length: int | None = None,
+    n_resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """Mean of ``losses - reference`` and its 95 % interval, from a paired moving-block bootstrap over tokens.
+
+    Both ``[n_targets]``, of the same targets in order. Neighbouring tokens are not independent, so whole blocks of
+    ``block_length`` neighbouring differences are drawn (Künsch, 1989; the last one cut to make n) and the interval
+    is the 2.5 and 97.5 percentiles of their means. These are centred on ``delta``: a moving block draws the first
+    and last tokens less often, which would shift it. Raises ValueError for shapes that differ, fewer than two
+    targets, or a block length outside 1 to n.
+    """
+    if losses.shape != reference.shape or losses.ndim != 1:
+        raise ValueError(f"losses and reference must both be [n_targets], got {[*losses.shape]}, {[*reference.shape]}")
+    difference = (losses.double() - reference.double()).cpu().numpy()
+    n = len(difference)
+    if n < 2:
+        raise ValueError(f"an interval needs at least 2 targets, got {n}")
+    block = default_block_length(n) if block_length is None else block_length
+    if not 1 <= block <= n:
+        raise ValueError(f"block length must be between 1 and {n} targets, got {block}")
+    full, rest = divmod(n, block)
+    n_starts = n - block + 1
+    until = np.concatenate([[0.0], np.cumsum(difference)])
+    block_sums = until[block:] - until[:n_starts]
+    rest_sums = until[rest : rest + n_starts] - until[:n_starts]
+    rng = np.random.default_rng(seed)
+    sums = rest_sums[rng.integers(n_starts, size=n_resamples)]
+    sums += block_sums[rng.integers(n_starts, size=(n_resamples, full))].sum(axis=1)
+    expected = full * block_sums.mean() + rest_sums.mean()
+    low, high = np.quantile((sums - expected) / n, [0.025, 0.975])
+    delta = float(difference.mean())
+    return Interval(delta=delta, low=delta + float(low), high=delta + float(high), block_length=block, seed=seed)
+
+
+def _losses(model: nn.Module, ids: Tensor, score_from: int, attend: "Attend | None", chunk: int) -> Tensor:
+    parts = []
+    for first, logits in _logits(model, ids, score_from, attend, chunk):
+        targets = ids[:, first + 1 : first + 1 + logits.shape[1]].to(logits.device)
+        each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        parts.append(each.view(targets.shape).double().cpu())
+    return torch.cat(parts, dim=1)
+
+
+def _logits(
+    model: Any, ids: Tensor, score_from: int, attend: "Attend | None", chunk: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first position, logits ``[batch, positions, vocab]``) from ``score_from`` to the last but one."""
+    if attend is None:
+        seam: Any = nullcontext()
+    else:
+        from kvprobe.hooks import attending
+
+        seam = attending(model, attend)
+    with seam:
+        output = model.base_model(input_ids=ids, use_cache=False)
+    hidden = output.last_hidden_state
+    for first in range(score_from, ids.shape[1] - 1, chunk):
+        last = min(first + chunk, ids.shape[1] - 1)
+        with _standing_in(model, type(output)(**{**output, "last_hidden_state": hidden[:, first:last]})):
+            yield first, model(input_ids=ids[:, first:last], use_cache=False).logits
+
+
+@contextmanager
+def _standing_in(model: Any, output: Any) -> Iterator[None]:
+    """Let the body answer with ``output``, so that the model's own forward does what it does after the body.
+
+    The head alone would miss what families do around it (soft-capped or scaled logits).
+    """
+    # OPT's forward calls the decoder inside its body, every other family the body itself
+    bodies = {id(body): body for body in (model.base_model, model.get_decoder())}.values()
+    # accelerate, too, puts a forward on the instance: what stood there comes back
+    before = [body.__dict__.get("forward") for body in bodies]
+    try:
+        for body in bodies:
+            body.__dict__["forward"] = lambda *_, **__: output
+        yield
+    finally:
+        for body, forward in zip(bodies, before, strict=True):
+            if forward is None:
+                body.__dict__.pop("forward", None)
+            else:
+                body.__dict__["forward"] = forward
+
+
+def _first_not_finite(model: Any, ids: Tensor, score_from: int, attend: "Attend | None", chunk: int) -> str:
+    """Watch a second pass for the first module with an output that is not finite, and say which it is."""
+    found: list[tuple[str, torch.dtype]] = []
+
+    def watch(path: str) -> Any:
+        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if not found and isinstance(first, Tensor) and not bool(first.isfinite().all()):
+                found.append((path, first.dtype))
+
+        return look
+
+    handles = [part.register_forward_hook(watch(path)) for path, part in model.named_modules() if path]
+    try:
+        _losses(model, ids, score_from, attend, chunk)
+    finally:
+        for handle in handles:
+            handle.remove()
+    where, dtype = found[0] if found else ("the loss itself", next(model.parameters()).dtype)
+    name = str(dtype).removeprefix("torch.")
+    mend = "check the checkpoint's weights" if dtype == torch.float32 else "try float32"
+    return f"the loss is not finite: {where} is the first with a value that is not, at {name}; {mend}"
