@@ -1,0 +1,419 @@
+"""What does it cost to see only the last tokens and a few sinks, and which positions do the kept keys then have?
+
+Four things are called "window" elsewhere; here every row says which it is:
+
+- ``absolute``: a mask. Keys keep the positions they were made at, and older context still leaks through the layers.
+- ``cache``: positions are slots of the cache, as in StreamingLLM (Xiao et al., 2024, section 3.2). Distances inside
+  the window are unchanged, those to the sinks shrink to what the slots give.
+- ``recompute``: every prediction from a fresh pass over the last tokens alone.
+- a model trained with its own window: applied as it is, by absolute distance, and named in ``local_layers``.
+
+A window counts the query itself; sinks are in addition to it.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvprobe.attention import AttentionCall
+from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.masks import window_keep
+from kvprobe.progress import Progress, silent
+from kvprobe.results import Row
+from kvprobe.scoring import check_score_from, paired_interval, perplexity, token_losses
+from kvprobe.spec import Spec
+
+if TYPE_CHECKING:
+    from kvprobe.hooks import Attend
+
+Positions = Literal["absolute", "cache", "recompute"]
+SinkChoice = Literal["first", "bos", "random", "heaviest"]
+
+Sinks = Sequence[int] | Mapping[int, Sequence[int]]
+"""Positions of the tokens kept as sinks, in order: one choice for all layers, or one by layer."""
+
+# queries that share one slice of keys: fewer waste less on keys that only the neighbours see, more need fewer calls
+BLOCK = 128
+# tokens of one batch of fresh passes: enough to fill the machine, few enough to stay in its caches
+BATCH_TOKENS = 4096
+
+
+def windowed(*, window: int, sinks: Sinks = (), by_slot: bool = False) -> "Attend":
+    """Attention in which each query sees the last ``window`` keys, itself included, and the ``sinks``.
+
+    For ``attending(model, ...)`` over whole passes. ``by_slot``: the sinks are seen from the distance between slots
+    of the cache (``cache`` positions), else from where they are (``absolute``). A sink is never seen before it is
+    there, and what the model itself hides stays hidden. Raises ValueError for ``window < 1`` or sinks out of order.
+    """
+    check_window(window)
+    for chosen in sinks.values() if isinstance(sinks, Mapping) else (sinks,):
+        if list(chosen) != sorted(set(chosen)) or (chosen and chosen[0] < 0):
+            raise ValueError(f"sinks must be different positions in order, got {[*chosen]}")
+
+    def attend(call: AttentionCall) -> Tensor:
+        chosen = sinks[call.layer] if isinstance(sinks, Mapping) else sinks
+        return attend_window(call, window=window, sinks=chosen, by_slot=by_slot)
+
+    return attend
+
+
+def attend_window(call: AttentionCall, *, window: int, sinks: Sequence[int], by_slot: bool = False) -> Tensor:
+    """One layer of :func:`windowed`: ``[batch, n_heads, length, v_head_dim]``.
+
+    The keys of a window and the sinks that have left it are two disjoint sets; attention over each gives an output
+    and a log-sum-exp, and the two merge exactly. So no mask over all keys is ever made, and the sinks may be seen
+    by a query that is turned for them alone.
+    """
+    length = call.query.shape[2]
+    if call.key.shape[2] != length:
+        raise ValueError(f"a window needs a whole pass, got {length} queries on {call.key.shape[2]} keys")
+    if window >= length:
+        return call.attend()
+    output, lse = _recent(call, window)
+    first = sinks[0] + window if sinks else length
+    if first >= length:
+        return output
+    # queries from `first` on have lost a sink from their window
+    old, old_lse = _sinks_outside(call, window, sinks, first, by_slot)
+    recent, recent_lse = output[:, :, first:], lse[:, :, first:]
+    total = torch.logaddexp(recent_lse, old_lse)
+    merged = recent * torch.exp(recent_lse - total)[..., None] + old * torch.exp(old_lse - total)[..., None]
+    return torch.cat([output[:, :, :first], merged.to(output.dtype)], dim=2)
+
+
+def _recent(call: AttentionCall, window: int) -> tuple[Tensor, Tensor]:
+    """Attention over the window alone, block by block, each on its own slice of keys; with the log-sum-exp."""
+    length = call.query.shape[2]
+    outputs, sums = [], []
+    # the first `window` queries are a plain causal pass
+    edges = [0, *range(window, length, BLOCK), length]
+    for first, last in pairwise(edges):
+        start = max(0, first - window + 1)
+        mask = None
+        if first or not call.is_causal:
+            near = window_keep(last - first, window=window, kv_len=last - start, device=call.query.device)[None, None]
+            mask = near if call.is_causal else near & call.keep[..., first:last, start:last]
+        part = replace(
+            call,
+            query=call.query[:, :, first:last],
+            key=call.key[:, :, start:last],
+            value=call.value[:, :, start:last],
+            mask=mask,
+        )
+        output, lse = part.attend_with_lse()
+        outputs.append(output)
+        sums.append(lse)
+    return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+
+
+def _sinks_outside(
+    call: AttentionCall, window: int, sinks: Sequence[int], first: int, by_slot: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of the queries from ``first`` on over those sinks that have left their window."""
+    length, device = call.query.shape[2], call.query.device
+    at = torch.tensor(sinks, device=device)
+    rows = torch.arange(first, length, device=device)
+    keep = at + window <= rows[:, None]
+    query, key = call.query[:, :, first:], call.key[:, :, at]
+    if by_slot:
+        # slots: the sinks that have left the window, in order, then the window; the query in the last one
+        slot = keep.sum(-1) + window - 1
+        query = call.rotate(query, slot - rows)
+        key = call.rotate(key, torch.arange(len(sinks), device=device) - at)
+    if not call.is_causal:
+        keep = call.keep[..., first:, :][..., at] & keep
+    # learned sink logits stand in the window's sum already
+    bare = replace(call, sink_logits=None)
+    output, lse = bare.replaced(query=query, key=key, value=call.value[:, :, at], keep=keep).attend_with_lse()
+    # where the model itself hides every sink (local layers) this part weighs nothing
+    return output, lse.masked_fill(~keep.any(-1), -torch.inf)
+
+
+@torch.no_grad()
+def recompute_losses(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    window: int,
+    score_from: int,
+    n_front: int = 0,
+    attend: "Attend | None" = None,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+) -> Tensor:
+    """Loss of every target after ``score_from``, each from a fresh pass over the last ``window`` tokens before it.
+
+    ``input_ids`` ``[length]``. The first ``n_front`` of them (the BOS) stand before every window; positions begin at
+    0 in every pass. Returns float64 ``[n_targets]`` in nat, as :func:`kvprobe.scoring.token_losses`, and raises as
+    it does. Passes are batched, about ``batch_tokens`` tokens at once.
+    """
+    check_window(window)
+    length = len(input_ids)
+    check_score_from(length, score_from)
+    parts = []
+    first = score_from + 1
+    # up to here nothing has left the window: all these fresh passes are prefixes of one
+    whole = min(length - 1, n_front + window)
+    if whole > first:
+        parts.append(token_losses(model, input_ids[: whole + 1], score_from=score_from, attend=attend))
+        first = whole + 1
+    if first == length:
+        return parts[0]
+    # [targets, n_front + window]
+    contexts = input_ids[first - window : length - 1].unfold(0, window, 1)
+    contexts = torch.cat([input_ids[:n_front].expand(len(contexts), -1), contexts], dim=1)
+    rows = max(1, batch_tokens // contexts.shape[1])
+    if attend is None:
+        seam: Any = nullcontext()
+    else:
+        from kvprobe.hooks import attending
+
+        seam = attending(model, attend)
+    with seam:
+        for done in range(0, len(contexts), rows):
+            progress("recompute", done, len(contexts), "predictions")
+            some = contexts[done : done + rows]
+            logits = model(input_ids=some, use_cache=False, logits_to_keep=1).logits[:, -1]
+            targets = input_ids[first + done : first + done + len(some)].to(logits.device)
+            parts.append(F.cross_entropy(logits.float(), targets, reduction="none").double().cpu())
+    progress("recompute", len(contexts), len(contexts), "predictions")
+    losses = torch.cat(parts)
+    if not bool(losses.isfinite().all()):
+        raise KvprobeError(f"the loss is not finite at window {window} with recompute; try float32")
+    return losses
+
+
+def choose_sinks(
+    model: nn.Module,
+    input_ids: Tensor,
+    n_sink: int,
+    *,
+    choice: SinkChoice = "first",
+    score_from: int,
+    n_front: int = 0,
+    seed: int = 0,
+) -> Sinks:
+    """Which ``n_sink`` tokens are kept as sinks; what is scored, after ``score_from``, is never looked at.
+
+    ``first``: positions 0 to n_sink − 1. ``bos``: the ``n_front`` tokens before the text and nothing else.
+    ``random``: drawn with ``seed`` from positions 1 to score_from − 1, one draw for all layers, and a smaller
+    ``n_sink`` takes a part of a larger one's; position 0 is what it is compared with. ``heaviest``: by layer, the
+    keys with the greatest sum of attention over heads and over the queries before ``score_from`` of an untouched
+    pass. Raises ValueError where there are fewer tokens to choose from than ``n_sink``.
+    """
+    available = {"first": len(input_ids), "bos": n_front, "random": max(0, score_from - 1), "heaviest": score_from}
+    if choice not in available:
+        raise ValueError(f"sink choice must be one of {', '.join(available)}, got {choice!r}")
+    if choice == "bos" and n_front == 0:
+        raise KvprobeError("sink choice bos: the passage has no BOS; use --bos add, or another --sink-choice")
+    if not 0 <= n_sink <= available[choice]:
+        raise ValueError(f"sinks must be between 0 and {available[choice]} for sink choice {choice}, got {n_sink}")
+    if n_sink == 0 or choice in ("first", "bos"):
+        return tuple(range(n_sink))
+    if choice == "random":
+        drawn = torch.randperm(score_from - 1, generator=torch.Generator().manual_seed(seed))[:n_sink] + 1
+        return tuple(sorted(drawn.tolist()))
+    from kvprobe.mass import measure
+
+    mass = measure(model, input_ids[None, :score_from], queries_from=0, positions=True)
+    assert mass.share is not None
+    heaviest = mass.share.topk(n_sink, dim=-1).indices.tolist()
+    return {layer: tuple(sorted(keys)) for layer, keys in zip(mass.layers, heaviest, strict=True)}
+
+
+def grid(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    windows: Sequence[int],
+    sinks: Sequence[int] = (0,),
+    positions: Positions = "absolute",
+    score_from: int,
+    sink_choice: SinkChoice = "first",
+    drop_sink_logits: bool = False,
+    n_front: int = 0,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> list[Row]:
+    """The window × sinks grid on one passage ``input_ids`` ``[length]``: the untouched pass, then a row each.
+
+    Losses in nat per target after ``score_from``; ``delta`` is the difference to the untouched pass with its 95 %
+    interval. ``cache_tokens`` are the tokens held per full layer at the end (the most of any layer). ``bos_kept``:
+    the BOS stays visible whatever the window. ``drop_sink_logits`` takes the learned sink logits (gpt-oss) out of
+    every row but the first, and adds the full pass without them. Refused before any work: what cannot be run, with
+    the value and the allowed range (ValueError), ``cache`` without RoPE (UnsupportedModelError), and a passage of
+    more tokens than the model has positions, unless positions are ``cache`` (KvprobeError).
+    """
+    length = len(input_ids)
+    check(model, length, windows=windows, sinks=sinks, positions=positions, score_from=score_from)
+    choices: dict[int, Sinks] = {
+        n: choose_sinks(model, input_ids, n, choice=sink_choice, score_from=score_from, n_front=n_front, seed=seed)
+        for n in dict.fromkeys(sinks)
+    }
+    has_sink_logits = _has_sink_logits(model, input_ids)
+    if drop_sink_logits and not has_sink_logits:
+        raise KvprobeError("this model has no learned sink logits to drop (gpt-oss has); leave out --drop-sink-logits")
+    local_layers = describe_local_layers(Spec.from_config(model.config.to_dict()))  # type: ignore[operator,union-attr]
+    cells = [(window, n) for window in dict.fromkeys(windows) for n in choices]
+    n_passes = 1 + drop_sink_logits + len(cells)
+    reference = token_losses(model, input_ids, score_from=score_from)
+
+    def row(losses: Tensor, window: int | None, n_sink: int, cache_tokens: int, dropped: bool) -> Row:
+        interval = paired_interval(losses, reference, seed=seed)
+        chosen = choices.get(n_sink, ()) if window else ()
+        fresh = window is not None and positions == "recompute"
+        keeps_front = window is None or fresh or _everywhere(0, chosen)
+        return {
+            "window": window,
+            "n_sink": n_sink,
+            "positions": "absolute" if window is None else positions,
+            "loss": float(losses.mean()),
+            "perplexity": perplexity(losses),
+            "delta": interval.delta,
+            "delta_low": interval.low,
+            "delta_high": interval.high,
+            "cache_tokens": cache_tokens,
+            "sink_choice": sink_choice if n_sink else None,
+            "sink_positions": describe_sinks(chosen) if n_sink else None,
+            "bos_kept": n_front > 0 and keeps_front,
+            "local_layers": local_layers,
+            "has_sink_logits": has_sink_logits,
+            "sink_logits_dropped": dropped,
+        }
+
+    rows = [row(reference, None, 0, length, False)]
+    progress("windows", 1, n_passes, "passes")
+    dropping: Attend | None = None
+    if drop_sink_logits:
+        dropping = _without_sink_logits(lambda call: call.attend())
+        losses = token_losses(model, input_ids, score_from=score_from, attend=dropping)
+        rows.append(row(losses, None, 0, length, True))
+    for window, n_sink in cells:
+        if positions == "recompute":
+            losses = recompute_losses(
+                model,
+                input_ids,
+                window=window,
+                score_from=score_from,
+                n_front=n_front,
+                attend=dropping,
+                progress=progress,
+            )
+            held = min(length, n_front + window)
+        else:
+            attend = windowed(window=window, sinks=choices[n_sink], by_slot=positions == "cache")
+            attend = _without_sink_logits(attend) if drop_sink_logits else attend
+            losses = token_losses(model, input_ids, score_from=score_from, attend=attend)
+            held = _held(length, window, choices[n_sink])
+        rows.append(row(losses, window, n_sink, held, drop_sink_logits))
+        progress("windows", len(rows), n_passes, "passes")
+    return rows
+
+
+def check(
+    model: nn.Module,
+    n_tokens: int,
+    *,
+    windows: Sequence[int],
+    sinks: Sequence[int],
+    positions: Positions,
+    score_from: int,
+) -> None:
+    """Refuse what :func:`grid` cannot run, before any work; see there for what is raised."""
+    if positions not in get_args(Positions):
+        raise ValueError(f"positions must be one of {', '.join(get_args(Positions))}, got {positions!r}")
+    if not windows or not sinks:
+        raise ValueError("a grid needs at least one window and one number of sinks")
+    for window in windows:
+        check_window(window)
+    check_score_from(n_tokens, score_from)
+    for n_sink in sinks:
+        if not 0 <= n_sink <= n_tokens:
+            raise ValueError(f"sinks must be between 0 and {n_tokens} for {n_tokens} tokens, got {n_sink}")
+        if n_sink and positions == "recompute":
+            raise ValueError(
+                f"sinks do not apply to positions recompute, got {n_sink}: every prediction is a fresh pass over the "
+                "last tokens, whose first becomes its own sink (a BOS is kept by itself)"
+            )
+    if positions == "cache":
+        from kvprobe.hooks import rope_of
+
+        try:
+            rope_of(model)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"positions cache: {error}; positions absolute and recompute work on it"
+            ) from error
+        return
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and n_tokens > limit:
+        raise KvprobeError(
+            f"{n_tokens} tokens are more than the {limit} positions that the model has; ask for at most {limit} tokens"
+            + (", or for positions cache (under RoPE), which have no limit")
+        )
+
+
+def check_window(window: int) -> None:
+    """Raise ValueError for a window that does not even hold the query."""
+    if window < 1:
+        raise ValueError(f"window must be at least 1 (the query itself), got {window}")
+
+
+def describe_local_layers(spec: Spec) -> str | None:
+    """The layers that see only a window by themselves, as ``"0-4,6-10 (512)"``; None if there are none."""
+    sizes = sorted({window for window in spec.windows if window is not None})
+    parts = (
+        f"{_ranges([layer for layer, window in enumerate(spec.windows) if window == size])} ({size})" for size in sizes
+    )
+    return " ".join(parts) or None
+
+
+def describe_sinks(sinks: Sinks) -> str:
+    """Positions as ``"0,1,2"``, or by layer as ``"0:0,7 1:0,9"``."""
+    if isinstance(sinks, Mapping):
+        return " ".join(f"{layer}:{describe_sinks(chosen)}" for layer, chosen in sorted(sinks.items()))
+    return ",".join(map(str, sinks))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _everywhere(position: int, sinks: Sinks) -> bool:
+    return all(position in chosen for chosen in (sinks.values() if isinstance(sinks, Mapping) else (sinks,)))
+
+
+def _held(length: int, window: int, sinks: Sinks) -> int:
+    recent = min(length, window)
+    layers = sinks.values() if isinstance(sinks, Mapping) else (sinks,)
+    return recent + max(sum(position < length - recent for position in chosen) for chosen in layers)
+
+
+def _without_sink_logits(attend: "Attend") -> "Attend":
+    return lambda call: attend(replace(call, sink_logits=None))
+
+
+def _has_sink_logits(model: nn.Module, input_ids: Tensor) -> bool:
+    from kvprobe.hooks import attending
+
+    found: list[bool] = []
+
+    def watch(call: AttentionCall) -> Tensor:
+        found.append(call.sink_logits is not None)
+        return call.attend()
+
+    with torch.no_grad(), attending(model, watch):
+        model.base_model(input_ids=input_ids[None, :2], use_cache=False)  # type: ignore[operator]
+    return any(found)
