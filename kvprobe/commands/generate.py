@@ -1,0 +1,185 @@
+"""``kvprobe generate``: what does the model write, and how fast?"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvprobe.cli import common
+
+if TYPE_CHECKING:
+    from kvprobe.caches import KVCache
+    from kvprobe.decoder import Decoder
+    from kvprobe.generate import Generation
+    from kvprobe.passages import Bos
+
+DEFAULT_SINKS = 4
+
+
+@click.command("generate")
+@click.argument("arguments", nargs=-1, required=True, metavar="[MODEL] PROMPT")
+@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Stop after this many new tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the likeliest token.")
+@click.option("--top-k", type=int, help="Draw from the K likeliest tokens.")
+@click.option("--top-p", type=float, help="Draw from the fewest likeliest tokens that hold this much probability.")
+@click.option("--window", type=int, help="Keep only the last W tokens, and the sinks: constant memory.")
+@click.option("--sinks", type=int, help=f"Keep the first N tokens besides the window.  [default: {DEFAULT_SINKS}]")
+@click.option(
+    "--positions",
+    type=click.Choice(["absolute", "cache"]),
+    help="Of kept keys: as made, or by slot in the cache.  [default: cache under RoPE, else absolute]",
+)
+@click.option("--no-cache", is_flag=True, help="Read everything again for every token: the baseline.")
+@click.option(
+    "--bos",
+    type=click.Choice(["auto", "add", "drop"]),
+    default="auto",
+    show_default=True,
+    help="Begin-of-sequence token: as the tokenizer does by itself, always, or never.",
+)
+@common
+def command(arguments: tuple[str, ...], **options: Any) -> None:
+    """Continue PROMPT (- for standard input) with kvprobe's own decoder, printing as it goes.
+
+    Time to first token and tokens/s follow on standard error.
+
+    \b
+    Examples:
+      kvprobe generate smollm2-135m "Once upon a time"
+      kvprobe generate smollm2-135m "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
+      kvprobe generate smollm2-135m "Once upon a time" --max-new-tokens 20000 --window 256 --sinks 4
+      kvprobe generate smollm2-135m "Once upon a time" --no-cache    what the cache saves
+    """
+    if len(arguments) > 2:
+        raise click.UsageError(f"expected [MODEL] PROMPT, got {len(arguments)} arguments: put the prompt in quotes")
+    name, prompt = arguments if len(arguments) == 2 else ("gpt2", arguments[0])
+    if options["window"] is None and (options["sinks"] is not None or options["positions"] is not None):
+        raise click.UsageError("--sinks and --positions say what a window keeps: give --window too")
+    if options["window"] is not None and options["no_cache"]:
+        raise click.UsageError("--window is a cache, --no-cache is none: give one of them")
+
+    import time
+
+    from kvprobe import models, passages
+    from kvprobe.console import emit, notice, progress_bar
+    from kvprobe.decoder import from_hf
+    from kvprobe.generate import Generation, Sampling, pieces, stream
+    from kvprobe.results import Result, run_record, write_whole
+
+    started = time.perf_counter()
+    sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"], top_p=options["top_p"])
+    if prompt == "-":
+        prompt = passages.read_text("-").text.removesuffix("\n")
+    with progress_bar(options["quiet"]) as progress:
+        device = None if options["device"] == "auto" else options["device"]
+        loaded = models.load(name, dtype=options["dtype"], device=device, progress=progress)
+    decoder = from_hf(loaded.model)
+    ids = _prompt_ids(loaded.tokenizer, prompt, options["bos"])
+    cache = _cache(decoder, ids, options)
+    coming = stream(
+        decoder,
+        [ids],
+        max_new_tokens=options["max_new_tokens"],
+        cache=cache,
+        naive=options["no_cache"],
+        sampling=sampling,
+        seed=options["seed"],
+        eos=_eos(loaded),
+    )
+    steps = []
+
+    def tokens() -> Iterator[int]:
+        for step in coming:
+            steps.append(step)
+            yield from (token for token in step.tokens if token is not None)
+
+    def spell(token_ids: Sequence[int]) -> str:
+        return str(loaded.tokenizer.decode([*token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    shown = options["format_"] == "table" and options["out"] is None
+    for piece in chain([prompt], pieces(tokens(), spell), ["\n"]):
+        if shown:
+            click.echo(piece, nl=False)
+    generation = Generation.of(steps, cache)
+    row = {
+        "prompt": prompt,
+        "text": spell(generation.token_ids[0]),
+        "token_ids": [*generation.token_ids[0]],
+        "n_prompt": len(ids),
+        "n_new": len(generation.token_ids[0]),
+        "prefill_ms": generation.prefill_ms,
+        "decode_ms_median": generation.decode_ms_median,
+        "tokens_per_s": generation.tokens_per_s,
+        "cache_bytes": generation.cache_bytes,
+        "stopped_by": generation.stopped_by[0],
+    }
+    if options["format_"] != "table":
+        run = run_record(
+            _model_record(loaded),
+            **{
+                key: options[key]
+                for key in ("bos", "max_new_tokens", "temperature", "top_k", "top_p", "window", "seed")
+            },
+            n_sink=None if options["window"] is None else _sinks(options),
+            positions=None if options["window"] is None else _positions(decoder, options),
+            cache=not options["no_cache"],
+            wall_s=round(time.perf_counter() - started, 3),
+        )
+        emit(Result("generate", [row], run), format_=options["format_"], out=options["out"], columns=())
+    elif options["out"] is not None:
+        write_whole(options["out"], f"{prompt}{row['text']}\n")
+    notice(_summary(generation, len(ids)), quiet=options["quiet"])
+
+
+# one row has nothing to draw
+command.params = [option for option in command.params if option.name != "plot"]
+
+
+def _positions(decoder: "Decoder", options: dict[str, Any]) -> str:
+    return options["positions"] or ("absolute" if decoder.config.rotary is None else "cache")
+
+
+def _sinks(options: dict[str, Any]) -> int:
+    return DEFAULT_SINKS if options["sinks"] is None else int(options["sinks"])
+
+
+def _cache(decoder: "Decoder", ids: list[int], options: dict[str, Any]) -> "KVCache | None":
+    if options["no_cache"]:
+        return None
+    if options["window"] is None:
+        from kvprobe.generate import tokens_fed
+
+        needed = tokens_fed([ids], options["max_new_tokens"])
+        decoder.check_length(needed)
+        return decoder.full_cache(needed)
+    positions: Any = _positions(decoder, options)
+    return decoder.rolling_cache(options["window"], n_sink=_sinks(options), positions=positions)
+
+
+def _prompt_ids(tokenizer: Any, prompt: str, bos: "Bos") -> list[int]:
+    from kvprobe.passages import _front  # one BOS policy for passages and prompts
+
+    return [*_front(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]]
+
+
+def _model_record(loaded: Any) -> dict[str, Any]:
+    names = ("revision", "source", "dtype", "device")
+    return {"model": loaded.name, **{name: getattr(loaded, name) for name in names}, "family": loaded.spec.family}
+
+
+def _eos(loaded: Any) -> list[int]:
+    """The ids that end a text: the generation config's, or else the tokenizer's."""
+    given = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
+    given = loaded.tokenizer.eos_token_id if given is None else given
+    return [] if given is None else [given] if isinstance(given, int) else list(given)
+
+
+def _summary(generation: "Generation", n_prompt: int) -> str:
+    rate = generation.tokens_per_s
+    speed = "" if rate is None else f", then {rate:.1f} tokens/s"
+    cache = f"cache {generation.cache_bytes / 2**20:.2f} MiB" if generation.cache_bytes else "no cache"
+    return (
+        f"{n_prompt:,} prompt tokens, {len(generation.token_ids[0]):,} new ({generation.stopped_by[0]}): "
+        f"time to first token {generation.prefill_ms:.0f} ms{speed}; {cache}"
+    )

@@ -1,0 +1,309 @@
+"""Which token comes next, and how long did it take? Prefill, decode and sampling, with a cache or without.
+
+    for step in stream(decoder, [prompt_ids], max_new_tokens=64):
+        print(step.tokens[0])
+
+Prefill reads the prompt and gives the first token; decode takes one token and gives the next. They are two functions
+and are timed apart.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from kvprobe.caches import KVCache
+from kvprobe.decoder import Decoder
+from kvprobe.errors import KvprobeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn: at ``temperature`` from the ``top_k`` likeliest, of these from the nucleus ``top_p``.
+
+    In this order, as Hugging Face applies them. Temperature 0 takes the likeliest token and draws nothing. The
+    nucleus (Holtzman et al., 2020) is the smallest set of likeliest tokens with a probability of at least ``top_p``.
+    Raises ValueError for a temperature below 0, ``top_k < 1`` or ``top_p`` outside (0, 1].
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ``logits`` ``[batch, vocab]`` the tokens that may be drawn: probabilities and ids ``[batch, n]``.
+
+        A token outside the nucleus stands there with probability 0. The whole vocabulary is sorted only for a nucleus
+        without ``top_k``.
+        """
+        if self.temperature == 0:
+            best = logits.argmax(-1, keepdim=True)
+            return torch.ones_like(best, dtype=torch.float32), best
+        scaled = logits.float() / self.temperature
+        if self.top_k is not None:
+            scaled, ids = scaled.topk(min(self.top_k, scaled.shape[-1]), dim=-1)
+        elif self.top_p is not None:
+            scaled, ids = scaled.sort(dim=-1, descending=True)
+        else:
+            ids = torch.arange(scaled.shape[-1], device=scaled.device).expand_as(scaled)
+        probabilities = scaled.softmax(-1)
+        if self.top_p is not None:
+            before = probabilities.cumsum(-1) - probabilities
+            probabilities = probabilities.masked_fill(before >= self.top_p, 0)
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        return probabilities, ids
+
+    def pick(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One token id a row, ``[batch]``, from ``logits`` ``[batch, vocab]``."""
+        probabilities, ids = self.candidates(logits)
+        if self.temperature == 0:
+            return ids[:, 0]
+        drawn = torch.multinomial(probabilities, 1, generator=generator)
+        return ids.gather(1, drawn)[:, 0]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One new token a row, None where the row had ended, and the milliseconds it took. The first step is prefill."""
+
+    tokens: tuple[int | None, ...]
+    ms: float
+    ended: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated and what it took. One entry a row in ``token_ids`` (new tokens alone) and ``stopped_by``.
+
+    ``stopped_by`` is "eos", whose token is then the row's last, or "length". ``prefill_ms`` is the time to the first
+    token, ``decode_ms`` the time of each later step. ``cache_bytes`` is what the cache's buffers occupy, 0 without.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    stopped_by: tuple[str, ...]
+    prefill_ms: float
+    decode_ms: tuple[float, ...]
+    cache_bytes: int
+
+    @property
+    def decode_ms_median(self) -> float | None:
+        """Median milliseconds of a decode step; None if there was none."""
+        return median(self.decode_ms) if self.decode_ms else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens that decode gave, all rows, over the seconds it took; None if it gave none."""
+        decoded = sum(len(row) - 1 for row in self.token_ids)
+        return 1000 * decoded / sum(self.decode_ms) if decoded else None
+
+    @classmethod
+    def of(cls, steps: Iterable[Step], cache: KVCache | None = None) -> "Generation":
+        """The whole of what :func:`stream` gave."""
+        steps = list(steps)
+        if not steps:
+            raise ValueError("nothing was generated")
+        rows = zip(*(step.tokens for step in steps), strict=True)
+        return cls(
+            token_ids=tuple(tuple(token for token in row if token is not None) for row in rows),
+            stopped_by=tuple("eos" if ended else "length" for ended in steps[-1].ended),
+            prefill_ms=steps[0].ms,
+            decode_ms=tuple(step.ms for step in steps[1:]),
+            cache_bytes=0 if cache is None else cache.nbytes,
+        )
+
+
+@torch.no_grad()
+def prefill(
+    decoder: Decoder, ids: Tensor, cache: KVCache, *, pads: Tensor | None = None, chunk: int | None = None
+) -> Tensor:
+    """Read ``ids`` ``[batch, length]`` into ``cache``; return the logits after the last, ``[batch, vocab]``.
+
+    ``chunk`` is the most tokens at once (default: all, and a window's worth into a rolling cache, so that memory does
+    not grow with the prompt). The result is the same in any chunks. ``pads`` int ``[batch]`` is the left padding of
+    each row, of a cache that is still empty.
+    """
+    chunk = (cache.window or ids.shape[1]) if chunk is None else chunk
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+    if ids.shape[1] < 1:
+        raise ValueError("the prompt has no tokens: there is nothing to continue")
+    if pads is not None:
+        if cache.length:
+            raise ValueError(f"padding comes first, but the cache already holds {cache.length} tokens")
+        cache.pads = pads
+    for part in ids.split(chunk, dim=1):
+        x = decoder.body(part, cache=cache)
+    return decoder.logits(x[:, -1])
+
+
+@torch.no_grad()
+def decode(decoder: Decoder, token: Tensor, cache: KVCache) -> Tensor:
+    """Feed one token a row, ``[batch]``, after what ``cache`` holds; return the next logits, ``[batch, vocab]``."""
+    return decoder.logits(decoder.body(token[:, None], cache=cache)[:, -1])
+
+
+def stream(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    cache: KVCache | None = None,
+    naive: bool = False,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    eos: Sequence[int] = (),
+    chunk: int | None = None,
+) -> Iterator[Step]:
+    """Continue each of ``prompts`` (token ids, of any lengths), one :class:`Step` at a time.
+
+    ``cache`` is emptied first; by default it is a full one of the size needed. ``naive`` uses none and reads the
+    whole sequence again for every token: the baseline. Default sampling is greedy. A row ends with a token of ``eos``.
+    The same ``seed`` draws the same tokens. Raises ValueError at once for an empty prompt and where the model's
+    positions or the cache will not suffice; KvprobeError for logits that are not finite.
+    """
+    sampling = sampling or Sampling()
+    needed = tokens_fed(prompts, max_new_tokens)
+    ids, pads = left_padded(prompts, device=decoder.embedding.weight.device)
+    decoder.check_length(needed, cache)
+    if naive:
+        cache = None
+    elif cache is None:
+        cache = decoder.full_cache(needed, batch=len(prompts))
+    if cache is not None:
+        cache.reset()
+        cache.pads = pads
+        cache.check(len(prompts), needed)
+    return _steps(decoder, ids, pads, max_new_tokens, cache, sampling, seed, frozenset(eos), chunk)
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    cache: KVCache | None = None,
+    naive: bool = False,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    eos: Sequence[int] = (),
+    chunk: int | None = None,
+) -> Generation:
+    """As :func:`stream`, all at once."""
+    if cache is None and not naive:
+        needed = tokens_fed(prompts, max_new_tokens)
+        decoder.check_length(needed)
+        cache = decoder.full_cache(needed, batch=len(prompts))
+    steps = stream(
+        decoder,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        cache=cache,
+        naive=naive,
+        sampling=sampling,
+        seed=seed,
+        eos=eos,
+        chunk=chunk,
+    )
+    return Generation.of(steps, cache)
+
+
+def pieces(tokens: Iterable[int], spell: Callable[[list[int]], str]) -> Iterator[str]:
+    """The text of ``tokens`` as they come: what each adds, withheld while a character is still incomplete.
+
+    ``spell`` is the tokenizer's decode. The pieces together are the text of all tokens.
+    """
+    seen: list[int] = []
+    context = spelled = 0
+    for token in tokens:
+        seen.append(token)
+        # with the piece before as context: a tokenizer may treat the first token it is given in a special way
+        before, after = spell(seen[context:spelled]), spell(seen[context:])
+        if len(after) > len(before) and not after.endswith("\ufffd"):
+            context, spelled = spelled, len(seen)
+            yield after[len(before) :]
+    if rest := spell(seen[context:])[len(spell(seen[context:spelled])) :]:
+        yield rest
+
+
+def tokens_fed(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """Tokens that each row's cache sees at most: the longest prompt and all new tokens but the last.
+
+    Raises ValueError for an empty prompt and for ``max_new_tokens < 1``.
+    """
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError("the prompt has no tokens: there is nothing to continue")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    return max(map(len, prompts)) + max_new_tokens - 1
+
+
+def left_padded(
+    prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Token ids ``[batch, length]`` with short rows filled on the left by id 0, and that padding, int ``[batch]``.
+
+    The padding is None where all are of one length. Which id fills a row does not matter: nothing ever sees it.
+    """
+    length = tokens_fed(prompts, 1)
+    pads = [length - len(prompt) for prompt in prompts]
+    ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)], device=device)
+    return ids, torch.tensor(pads, device=device) if any(pads) else None
+
+
+def _steps(
+    decoder: Decoder,
+    ids: Tensor,
+    pads: Tensor | None,
+    max_new_tokens: int,
+    cache: KVCache | None,
+    sampling: Sampling,
+    seed: int,
+    eos: frozenset[int],
+    chunk: int | None,
+) -> Iterator[Step]:
+    generator = torch.Generator(ids.device).manual_seed(seed)
+    ended = [False] * ids.shape[0]
+    token: Tensor | None = None
+    for _ in range(max_new_tokens):
+        started = _now(ids.device)
+        if cache is None:
+            ids = ids if token is None else torch.cat([ids, token[:, None]], dim=1)
+            logits = _naive(decoder, ids, pads)
+        elif token is None:
+            logits = prefill(decoder, ids, cache, chunk=chunk)
+        else:
+            logits = decode(decoder, token, cache)
+        if not bool(logits.isfinite().all()):
+            raise KvprobeError(f"the logits are not finite at dtype {logits.dtype}: try float32, or check the weights")
+        token = sampling.pick(logits, generator)
+        # a row that has ended goes on being fed, since the others need the step, but gives nothing any more
+        tokens = tuple(None if done else one for done, one in zip(ended, token.tolist(), strict=True))
+        ended = [done or one in eos for done, one in zip(ended, tokens, strict=True)]
+        yield Step(tokens, 1000 * (_now(ids.device) - started), tuple(ended))
+        if all(ended):
+            return
+
+
+@torch.no_grad()
+def _naive(decoder: Decoder, ids: Tensor, pads: Tensor | None) -> Tensor:
+    return decoder.logits(decoder.body(ids, pads=pads)[:, -1])
+
+
+def _now(device: torch.device) -> float:
+    # a clock read before the device is done measures the launch
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
