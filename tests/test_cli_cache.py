@@ -1,0 +1,199 @@
+"""``kvprobe cache`` as its users meet it: names, files, numbers, refusals, and a start that waits for nothing."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from matplotlib.figure import Figure
+
+from kvprobe import catalogue, cli, hub
+from kvprobe.plots import cache as plot
+
+
+@pytest.fixture
+def run(capfd):
+    def once(*arguments):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["cache", *map(str, arguments)])
+        captured = capfd.readouterr()
+        return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err)
+
+    return once
+
+
+@pytest.fixture
+def document(run):
+    def once(*arguments):
+        done = run(*arguments, "--format", "json")
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
+
+    return once
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def fetch(repo, **_):
+        raise LookupError("the hub could not be reached")
+
+    monkeypatch.setattr(hub, "fetch", fetch)
+
+
+@pytest.fixture
+def config_only(tmp_path):
+    """A directory that holds a config.json and nothing else: one layer, one head of 8."""
+    directory = tmp_path / "shape"
+    directory.mkdir()
+    config = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 64, "vocab_size": 10}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_a_published_name_needs_neither_weights_nor_heavy_imports():
+    code = (
+        "import sys\nfrom kvprobe.cli import main\n"
+        "try: main(['cache', 'llama-2-70b'])\nexcept SystemExit as done: print(done.code)\n"
+        "heavy = ('torch', 'transformers', 'numpy', 'matplotlib', 'huggingface_hub', 'kvprobe.models')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["0", "[]"]
+
+
+def test_rows_and_record(document):
+    found = document("llama-2-70b", "--dtype", "bfloat16", "--context", 4096, "--batch", 2)
+    assert found["analysis"] == "cache"
+    first = found["rows"][0]
+    assert {"lever", "context", "batch", "dtype", "bytes", "bytes_per_token", "weights_bytes"} <= first.keys()
+    assert (first["lever"], first["context"], first["batch"], first["dtype"]) == ("as it is", 4096, 2, "bfloat16")
+    assert first["bytes"] == 2 * 4096 * 320 * 1024
+    assert first["bytes_per_token"] == 320 * 1024
+    assert first["weights_bytes"] == 2 * 68_976_648_192
+    # 137,953,296,384 / (2 × 327,680) = 210,500.02
+    assert first["outweighs_at"] == 210_501
+    named = "model revision source family dtype batch weights_source n_parameters contexts window n_sink versions date"
+    assert set(named.split()) <= found["run"].keys()
+    assert (found["run"]["model"], found["run"]["source"]) == ("llama-2-70b", "catalogue")
+    assert found["run"]["weights_source"] == "closed form of the configuration"
+
+
+def test_weights_can_be_given(document):
+    found = document("llama-2-70b", "--dtype", "float16", "--weights-bytes", "140e9")
+    assert found["run"]["weights_source"] == "given"
+    at = {row["lever"]: row["outweighs_at"] for row in found["rows"]}
+    assert (at["as it is"], at["as MHA, 64 KV heads"]) == (427_247, 53_406)
+    assert at["window 1,024 + 4 sinks"] is None
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-2-70b-hf", "LLAMA-2-70B", "meta-llama/llama-2-70b-chat-hf"])
+def test_hub_ids_and_any_case_mean_the_published_model(document, no_network, name):
+    assert document(name)["run"]["model"] == "llama-2-70b"
+
+
+def test_every_published_model_has_a_bill_and_a_source(document):
+    for name, item in catalogue.published().items():
+        assert item.source
+        assert document(name)["rows"][0]["bytes_per_token"] >= 0
+
+
+def test_names_mean_one_model_each():
+    names = [name.lower() for item in catalogue.published().values() for name in (item.name, *item.also)]
+    assert len(set(names)) == len(names)
+
+
+def test_a_directory_needs_its_configuration_alone(document, config_only):
+    found = document(config_only, "--context", 10)
+    assert (found["run"]["model"], found["run"]["source"]) == ("shape", "directory")
+    assert found["rows"][0]["bytes"] == 10 * 2 * 8 * 4
+    assert str(config_only) not in json.dumps(found)
+
+
+def test_a_directory_of_a_published_name_is_the_directory(document, config_only, monkeypatch):
+    config_only.rename(config_only.parent / "gpt2")
+    monkeypatch.chdir(config_only.parent)
+    assert document("gpt2")["run"]["source"] == "directory"
+
+
+def test_unknown_families_have_a_bill_and_no_weights(run, document, config_only):
+    config = {"model_type": "nosuch", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8}
+    (config_only / "config.json").write_text(json.dumps(config | {"vocab_size": 10}))
+    first = document(config_only)["rows"][0]
+    assert (first["bytes_per_token"], first["weights_bytes"], first["outweighs_at"]) == (2 * 2 * 8 * 4, None, None)
+    assert "give --weights-bytes" in run(config_only).stdout
+
+
+def test_default_contexts_end_at_the_model(document):
+    def contexts(name):
+        return list(dict.fromkeys(row["context"] for row in document(name)["rows"]))
+
+    assert contexts("gpt2") == [1024]
+    assert contexts("llama-2-70b") == [1024, 4096]
+    assert contexts("gemma-3-27b") == [1024, 8192, 131_072]
+
+
+def test_an_unknown_name_says_what_can_be_named(run, no_network):
+    done = run("nosuch-model", "--quiet")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvprobe: no model 'nosuch-model'")
+    assert all(name in line for name in catalogue.published())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--context", 0], "context must be at least 1, got 0"),
+        (["--batch", -1], "batch must be at least 1, got -1"),
+        (["--rank", 5000], "rank must be between 1 and 1536, got 5000"),
+    ],
+)
+def test_bad_numbers_are_one_line(run, arguments, says):
+    done = run("gpt2", *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"kvprobe: {says}\n")
+
+
+def test_the_table_reads_in_binary_units(run):
+    done = run("gpt2", "--context", 4096)
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["lever", "context", "bytes", "bytes_per_token", "relief", "outweighs_at", "stops_at"]
+    # 4,096 × 72 KiB; 124,439,808 × 4 B / 72 KiB = 6,751.3
+    assert lines[1].split() == ["as", "it", "is", "4,096", "288", "MiB", "72", "KiB", "1.0000", "6,752", "-"]
+    assert "the model has 1,024 positions: contexts beyond them are arithmetic only" in done.stdout
+
+
+def test_the_picture_is_written_whole(run, tmp_path):
+    done = run("deepseek-v2", "--plot", tmp_path / "bill.svg", "--out", tmp_path / "bill.csv", "--format", "csv")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert (tmp_path / "bill.csv").read_text().startswith("lever,kind,context,")
+    svg = (tmp_path / "bill.svg").read_text()
+    assert svg.rstrip().endswith("</svg>")
+    assert "without its latent" in svg
+
+
+ROWS = [
+    {"lever": lever, "kind": kind, "context": context, "bytes": size * context, "weights_bytes": 4096}
+    for context in (128, 256)
+    for lever, kind, size in (("as it is", "model", 8), ("as MHA", "undone", 16), ("MQA", "heads", 2))
+]
+
+
+def test_growth_lines_are_the_rows():
+    ax = plot.draw_growth(ROWS, Figure().subplots())
+    assert {line.get_label(): line.get_xydata().tolist() for line in ax.lines[:3]} == {
+        "as it is": [[128, 1024], [256, 2048]],
+        "as MHA": [[128, 2048], [256, 4096]],
+        "MQA": [[128, 256], [256, 512]],
+    }
+    assert list(ax.lines[3].get_ydata()) == [4096, 4096]
+
+
+def test_relief_reaches_from_the_model_as_it_is_to_each_lever():
+    ax = plot.draw_relief(ROWS[3:], Figure().subplots())
+    assert list(ax.lines[0].get_xdata()) == [2048, 2048]
+    assert [line.get_xydata().tolist() for line in ax.lines[1::2]] == [
+        [[2048, place], [size, place]] for place, size in enumerate((2048, 4096, 512))
+    ]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["as it is", "as MHA", "MQA"]
+    assert [text.get_text() for text in ax.texts] == ["2 KiB", "4 KiB", "512 B"]
