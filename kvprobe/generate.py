@@ -15,6 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from kvprobe import fast, linear
 from kvprobe.caches import KVCache
 from kvprobe.decoder import Decoder
 from kvprobe.errors import KvprobeError
@@ -143,13 +144,17 @@ def prefill(
             raise ValueError(f"padding comes first, but the cache already holds {cache.length} tokens")
         cache.pads = pads
     for part in ids.split(chunk, dim=1):
-        x = decoder.body(part, cache=cache)
+        with linear.fastest(decoder, part.shape[1]):
+            x = decoder.body(part, cache=cache)
     return decoder.logits(x[:, -1])
 
 
 @torch.no_grad()
 def decode(decoder: Decoder, token: Tensor, cache: KVCache) -> Tensor:
-    """Feed one token a row, ``[batch]``, after what ``cache`` holds; return the next logits, ``[batch, vocab]``."""
+    """Feed one token a row, ``[batch]``, after what ``cache`` holds; return the next logits, ``[batch, vocab]``.
+
+    The readable one; :func:`kvprobe.fast.stepper` gives the fastest that does the same.
+    """
     return decoder.logits(decoder.body(token[:, None], cache=cache)[:, -1])
 
 
@@ -164,12 +169,15 @@ def stream(
     seed: int = 0,
     eos: Sequence[int] = (),
     chunk: int | None = None,
+    step: fast.Kind = "auto",
+    stepper: fast.Stepper | None = None,
 ) -> Iterator[Step]:
     """Continue each of ``prompts`` (token ids, of any lengths), one :class:`Step` at a time.
 
     ``cache`` is emptied first; by default it is a full one of the size needed. ``naive`` uses none and reads the
     whole sequence again for every token: the baseline. Default sampling is greedy. A row ends with a token of ``eos``.
-    The same ``seed`` draws the same tokens. Raises ValueError at once for an empty prompt and where the model's
+    The same ``seed`` draws the same tokens. ``step`` is the decode step: the fastest there is ("auto"), "numba" or
+    "torch"; or give a ``stepper``, made for this decoder and ``cache``. Raises ValueError at once for an empty prompt and where the model's
     positions or the cache will not suffice; KvprobeError for logits that are not finite.
     """
     sampling = sampling or Sampling()
@@ -184,7 +192,10 @@ def stream(
         cache.reset()
         cache.pads = pads
         cache.check(len(prompts), needed)
-    return _steps(decoder, ids, pads, max_new_tokens, cache, sampling, seed, frozenset(eos), chunk)
+        # one token is prefill's: nothing to make ready for
+        if stepper is None and max_new_tokens > 1:
+            stepper = fast.stepper(decoder, cache, kind=step)
+    return _steps(decoder, ids, pads, max_new_tokens, cache, sampling, seed, frozenset(eos), chunk, stepper)
 
 
 def generate(
@@ -198,6 +209,8 @@ def generate(
     seed: int = 0,
     eos: Sequence[int] = (),
     chunk: int | None = None,
+    step: fast.Kind = "auto",
+    stepper: fast.Stepper | None = None,
 ) -> Generation:
     """As :func:`stream`, all at once."""
     if cache is None and not naive:
@@ -214,6 +227,8 @@ def generate(
         seed=seed,
         eos=eos,
         chunk=chunk,
+        step=step,
+        stepper=stepper,
     )
     return Generation.of(steps, cache)
 
@@ -271,6 +286,7 @@ def _steps(
     seed: int,
     eos: frozenset[int],
     chunk: int | None,
+    stepper: fast.Stepper | None,
 ) -> Iterator[Step]:
     generator = torch.Generator(ids.device).manual_seed(seed)
     ended = [False] * ids.shape[0]
@@ -283,10 +299,14 @@ def _steps(
         elif token is None:
             logits = prefill(decoder, ids, cache, chunk=chunk)
         else:
-            logits = decode(decoder, token, cache)
-        if not bool(logits.isfinite().all()):
-            raise KvprobeError(f"the logits are not finite at dtype {logits.dtype}: try float32, or check the weights")
-        token = sampling.pick(logits, generator)
+            assert stepper is not None
+            logits = stepper.step(token)
+        with fast.one_thread(stepper):
+            if not bool(logits.isfinite().all()):
+                raise KvprobeError(
+                    f"the logits are not finite at dtype {logits.dtype}: try float32, or check the weights"
+                )
+            token = sampling.pick(logits, generator)
         # a row that has ended goes on being fed, since the others need the step, but gives nothing any more
         tokens = tuple(None if done else one for done, one in zip(ended, token.tolist(), strict=True))
         ended = [done or one in eos for done, one in zip(ended, tokens, strict=True)]

@@ -81,14 +81,15 @@ def attending(model: nn.Module, attend: Attend) -> Iterator[None]:
             raise ValueError(f"attend must return [batch, n_heads, q_len, v_head_dim] = {[*wanted]}, got {got}")
         return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
-    body: nn.Module = model.base_model  # type: ignore[assignment]
     configs = _configs(model)
 
     def finished(*_: object) -> None:
         # a forward inside an inner block is that block's to prove
         forwards["done"] += configs[0]._attn_implementation_internal == name
 
-    handle = body.register_forward_hook(finished)
+    # the whole, its body, and the decoder: OPT's forward goes round its own body, and a body may be called alone
+    entrances = {id(part): part for part in (model, model.base_model, model.get_decoder())}  # type: ignore[operator]
+    handles = [part.register_forward_hook(finished) for part in entrances.values()]  # type: ignore[union-attr]
     before = [config._attn_implementation_internal for config in configs]
     ALL_ATTENTION_FUNCTIONS.register(name, interface)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
@@ -101,7 +102,8 @@ def attending(model: nn.Module, attend: Attend) -> Iterator[None]:
             config._attn_implementation_internal = implementation
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             registry._global_mapping.pop(name)
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     _prove(model, expected, calls, forwards["done"])
 
 

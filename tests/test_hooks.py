@@ -542,12 +542,12 @@ def test_two_models_may_be_open_at_once() -> None:
 
 
 def attention_of(model: Any, layer: int) -> nn.Module:
-    block = (model.transformer.h if hasattr(model, "transformer") else model.base_model.layers)[layer]
+    block = (model.transformer.h if hasattr(model, "transformer") else model.get_decoder().layers)[layer]
     return block.attn if hasattr(block, "attn") else block.self_attn
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "deepseek_v3", "opt"])
 def test_a_layer_that_goes_round_the_interface_is_named(family: str, layer: int) -> None:
     model = tiny_model(family)
     part = attention_of(model, layer)

@@ -61,7 +61,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
     import time
 
-    from kvprobe import models, passages
+    from kvprobe import fast, models, passages
     from kvprobe.console import emit, notice, progress_bar
     from kvprobe.decoder import from_hf
     from kvprobe.generate import Generation, Sampling, pieces, stream
@@ -77,6 +77,9 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     decoder = from_hf(loaded.model)
     ids = _prompt_ids(loaded.tokenizer, prompt, options["bos"])
     cache = _cache(decoder, ids, options)
+    stepper = None if cache is None else fast.stepper(decoder, cache)
+    if stepper is not None and stepper.note is not None:
+        notice(stepper.note, quiet=options["quiet"])
     coming = stream(
         decoder,
         [ids],
@@ -86,6 +89,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         sampling=sampling,
         seed=options["seed"],
         eos=_eos(loaded),
+        stepper=stepper,
     )
     steps = []
 
@@ -124,6 +128,8 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
             n_sink=None if options["window"] is None else _sinks(options),
             positions=None if options["window"] is None else _positions(decoder, options),
             cache=not options["no_cache"],
+            step="torch" if stepper is None else stepper.name,
+            start_up_s=0.0 if stepper is None else round(stepper.start_up_s, 3),
             wall_s=round(time.perf_counter() - started, 3),
         )
         emit(Result("generate", [row], run), format_=options["format_"], out=options["out"], columns=())

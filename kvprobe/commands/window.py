@@ -1,14 +1,23 @@
 """``kvprobe window``: what does it cost to see only the last tokens and a few sinks?"""
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import common, passage_options
+from kvprobe.cli import _checked_parent, common, passage_options
+
+if TYPE_CHECKING:
+    from kvprobe.checkpoint import Standing
+    from kvprobe.streaming import Plan
+    from kvprobe.subject import Subject
 
 COLUMNS = (
     "window", "n_sink", "positions", "sink_choice", "loss", "perplexity", "delta", "delta_low", "delta_high",
     "cache_tokens",
+)  # fmt: skip
+STREAM_COLUMNS = (
+    "window", "n_sink", "positions", "at_token", "tokens_scored", "loss", "perplexity", "stretch_loss", "cache_tokens",
 )  # fmt: skip
 
 
@@ -44,7 +53,22 @@ COLUMNS = (
     help="Which tokens are the sinks; none looks at what is scored.",
 )
 @click.option("--drop-sink-logits", is_flag=True, help="Take out the learned sink logits that a model has (gpt-oss).")
-@click.option("--score-from", type=int, help="The first target is the token after it.  [default: half of --tokens]")
+@click.option(
+    "--score-from",
+    type=int,
+    help="The first target is the token after it.  [default: half of --tokens; 0 with --stream]",
+)
+@click.option(
+    "--stream", is_flag=True, help="The whole text, however long, through a rolling cache in constant memory."
+)
+@click.option("--every", type=int, help="With --stream: a result every N tokens.  [default: at the end]")
+@click.option(
+    "--state",
+    type=click.Path(dir_okay=False),
+    callback=_checked_parent,
+    help="With --stream: where a killed run is kept.  [default: a file of its own in kvprobe's directory]",
+)
+@click.option("--no-resume", is_flag=True, help="With --stream: start afresh, whatever an earlier run has kept.")
 @passage_options
 @common
 def command(model: str, **options: Any) -> None:
@@ -59,12 +83,24 @@ def command(model: str, **options: Any) -> None:
                recompute  each prediction sees its last tokens only, from position 0 (and the BOS, if there is one)
 
     \b
+    With --stream a text far longer than the model is read once, all of it unless --tokens is given; every token is
+    predicted from what the cache holds. There is no untouched pass to compare with, so no first row and no delta.
+    Positions absolute end where the model's do; cache has no end. Killed, the same command goes on where it was.
+
+    \b
     Examples:
       kvprobe window smollm2-135m --window 256 --sinks 0 --sinks 1 --sinks 4 --plot window.png
       kvprobe window smollm2-135m --window 256 --positions cache
       kvprobe window smollm2-135m --window 256 --sinks 4 --sink-choice random   are the first tokens special?
       kvprobe window smollm2-135m --window 128 --positions recompute
+      kvprobe window smollm2-135m --stream --text book.txt --window 1020 --sinks 4 --positions cache --every 10000
     """
+    if options["stream"]:
+        _stream(model, options)
+        return
+    if stray := [name for name in ("every", "state", "no_resume") if options[name]]:
+        raise click.UsageError(f"--{stray[0].replace('_', '-')} belongs to --stream: give that too")
+
     import time
 
     from kvprobe.console import emit, progress_bar, save_plot
@@ -116,6 +152,105 @@ def command(model: str, **options: Any) -> None:
         save_plot(figure(rows, run), options["plot"])
 
 
+def _stream(model: str, options: dict[str, Any]) -> None:
+    refused = {
+        "--positions recompute": options["positions"] == "recompute",
+        "--sink-choice other than first": options["sink_choice"] != "first",
+        "--drop-sink-logits": options["drop_sink_logits"],
+        "--plot": options["plot"],
+    }
+    if stray := [name for name, given in refused.items() if given]:
+        raise click.UsageError(f"{stray[0]} cannot be had with --stream, which reads the text once: leave out one")
+
+    from dataclasses import asdict
+
+    from kvprobe.checkpoint import State, identity
+    from kvprobe.console import emit, notice, progress_bar
+    from kvprobe.decoder import from_hf
+    from kvprobe.results import Result, run_record
+    from kvprobe.store import home
+    from kvprobe.streaming import Plan, check, rows, stream
+    from kvprobe.windows import describe_local_layers
+
+    quiet = options["quiet"]
+    with progress_bar(quiet) as progress:
+        subject = _long_subject(model, options, progress)
+    decoder, n_tokens = from_hf(subject.model), subject.passage.n_tokens
+    plan = Plan(
+        windows=options["windows"],
+        sinks=options["sinks"] or (0, 1, 4),
+        positions=options["positions"],
+        score_from=options["score_from"] or 0,
+        every=options["every"],
+    )
+    check(decoder, n_tokens, plan)
+    about = identity(subject.record(), subject.passage.ids, asdict(plan))
+    kept = options["state"]
+    state = State(Path(kept), about) if kept else State.within(home() / "streams", about)
+    with state.held():
+        if options["no_resume"]:
+            state.remove()
+        if before := _where(state.read(), plan, n_tokens):
+            notice(f"resuming {before} (--no-resume starts afresh)", quiet=quiet)
+        try:
+            with progress_bar(quiet) as progress:
+                results = stream(decoder, subject.input_ids[0], plan, state=state, progress=progress)
+        except KeyboardInterrupt:
+            if after := _where(state.read(), plan, n_tokens):
+                notice(f"kept: the same command resumes {after}", quiet=quiet)
+            raise
+        standing = state.read()
+        assert standing is not None
+        run = run_record(
+            subject.record(),
+            **asdict(plan),
+            stream=True,
+            sink_choice="first",
+            n_targets=n_tokens - 1 - plan.score_from,
+            n_resumed=standing.resumed,
+            wall_s=round(standing.seconds, 3),
+        )
+        found = rows(
+            plan,
+            results,
+            n_front=subject.passage.n_front,
+            local_layers=describe_local_layers(subject.loaded.spec),
+        )
+        result = Result("window", found, run)
+        emit(result, format_=options["format_"], out=options["out"], columns=STREAM_COLUMNS, summary=_summary(result))
+        # only now: a result that could not be written is still there for the next run
+        state.remove()
+
+
+def _long_subject(model: str, options: dict[str, Any], progress: Any) -> "Subject":
+    """The model with ``--tokens`` of the text if the user gave them, else with all of it."""
+    from kvprobe import models, passages
+    from kvprobe.subject import Subject, prepare
+
+    given = click.get_current_context().get_parameter_source("tokens")
+    shared = {"dtype": options["dtype"], "progress": progress}
+    if given is not click.core.ParameterSource.DEFAULT:
+        # how long a stream may be depends on its positions: decided after loading, with a reason of its own
+        tokens = {"tokens": options["tokens"], "unlimited": True}
+        return prepare(model, text=options["text"], bos=options["bos"], device=options["device"], **tokens, **shared)
+    text = passages.read_text(options["text"], progress=progress)
+    loaded = models.load(model, device=options["device"], **shared)
+    progress(f"tokenising {text.name}", 0, None)
+    # one BOS policy; and the text as one piece: tokenizers that put a space before it would do so before every piece
+    n_tokens = len(passages._front(loaded.tokenizer, options["bos"])) + len(passages._ids(loaded.tokenizer, text.text))
+    return Subject(loaded, text, passages.encode(loaded.tokenizer, text, n_tokens=n_tokens, bos=options["bos"]))
+
+
+def _where(standing: "Standing | None", plan: "Plan", n_tokens: int) -> str | None:
+    """Where a run stands, in words; None if it has done nothing."""
+    if standing is None or not (standing.done or standing.length):
+        return None
+    if len(standing.done) == len(plan.cells):
+        return "at the end: the result is there"
+    window, n_sink = plan.cells[len(standing.done)]
+    return f"window {window} + {n_sink} sinks at token {standing.length:,} of {n_tokens:,}"
+
+
 def _default_sinks(positions: str, choice: str, n_front: int) -> tuple[int, ...]:
     if positions == "recompute":
         return (0,)
@@ -130,6 +265,10 @@ def _summary(result: Any) -> list[str]:
         f"{run['model']}, {run['passage']}, {run['n_tokens']:,} tokens ({bos}), {run['n_targets']:,} targets from "
         f"{run['score_from'] + 1:,} on; a window counts the query, sinks are in addition",
     ]
+    if run.get("stream"):
+        lines.append(
+            "streamed once through a rolling cache; loss is the mean up to at_token, stretch_loss since the last"
+        )
     if first["local_layers"]:
         lines.append(f"layers with a window of their own: {first['local_layers']}")
     if first["has_sink_logits"]:
