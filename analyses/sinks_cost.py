@@ -34,7 +34,7 @@ def run(model: str, tokens: list[int], *, text: str = "time-machine", repeats: i
         ways = {way: partial(call, subject) for way, call in WAYS.items()}
         for row in compare(ways, repeats=repeats if n_tokens <= 2048 else 3):
             rows.append({"tokens": n_tokens, **row, "peak_gib": peaks[row["way"]]})
-    return Result("sinks_cost", rows, run_record(subject.record(), threads=torch.get_num_threads()))
+    return Result("sinks_cost", rows, run_record(subject.record(), repeats=repeats))
 
 
 @torch.no_grad()

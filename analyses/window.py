@@ -48,7 +48,8 @@ def run(
             progress=progress,
         )
         rows += found if choice == "first" else found[1:]
-    return Result("window", rows, run_record(subject.record(), score_from=score_from, positions="absolute", seed=seed))
+    settings = {"window": window, "sinks": list(sinks), "score_from": score_from, "positions": "absolute", "seed": seed}
+    return Result("window", rows, run_record(subject.record(), **settings))
 
 
 @click.command(help=__doc__)

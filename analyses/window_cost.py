@@ -9,7 +9,6 @@ positions; ``recompute`` at window 128 over 511 targets, which is 511 passes, wi
 from functools import partial
 
 import click
-import torch
 
 from analyses.timing import compare
 from kvprobe.console import emit
@@ -47,7 +46,7 @@ def run(
         f"window {RECOMPUTE_WINDOW}, recompute": partial(_recompute, subject, score_from),
     }
     rows += compare(fresh, repeats=recompute_repeats, warm_up=0)[1:]
-    return Result("window_cost", rows, run_record(subject.record(), threads=torch.get_num_threads()))
+    return Result("window_cost", rows, run_record(subject.record(), repeats=repeats))
 
 
 def _losses(subject: Subject, score_from: int, window: int = 0, n_sink: int = 0, by_slot: bool = False) -> None:

@@ -15,7 +15,7 @@ from kvprobe.errors import KvprobeError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-# name -> module of kvprobe.commands, in the order in which --help lists them
+# modules of kvprobe.commands, in the order in which --help lists them
 COMMANDS = ("sinks", "lowrank", "window", "cache", "memory", "latency", "generate", "gqa", "report", "pull", "models")
 PLOT_ENDINGS = (".svg", ".png", ".pdf")
 
@@ -41,7 +41,7 @@ def cli() -> None:
     """Where a language model's attention goes, how small its KV cache could be, and what that would cost.
 
     \b
-    A first look, on a real pretrained model that is fetched once (98 MB):
+    A first look, on a real pretrained model that is fetched once (93 MB):
       kvprobe pull smollm2-135m
       kvprobe sinks smollm2-135m
 

@@ -177,8 +177,8 @@ def stream(
     ``cache`` is emptied first; by default it is a full one of the size needed. ``naive`` uses none and reads the
     whole sequence again for every token: the baseline. Default sampling is greedy. A row ends with a token of ``eos``.
     The same ``seed`` draws the same tokens. ``step`` is the decode step: the fastest there is ("auto"), "numba" or
-    "torch"; or give a ``stepper``, made for this decoder and ``cache``. Raises ValueError at once for an empty prompt and where the model's
-    positions or the cache will not suffice; KvprobeError for logits that are not finite.
+    "torch"; or give a ``stepper``, made for this decoder and ``cache``. Raises ValueError at once for an empty prompt
+    and where the model's positions or the cache will not suffice; KvprobeError for logits that are not finite.
     """
     sampling = sampling or Sampling()
     needed = tokens_fed(prompts, max_new_tokens)

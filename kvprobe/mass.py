@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from kvprobe.attention import AttentionCall
 from kvprobe.errors import KvprobeError
-from kvprobe.hooks import attending
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Row
 
@@ -48,11 +47,11 @@ class Mass:
         ]
 
     def layer_rows(self, epsilon: float, windows: Sequence[int | None], input_ids: Tensor, tokenizer: Any) -> list[Row]:
-        """One row a layer: ``layer, mass, uniform, sink_rate, top_position, top_token, top_mass, window``.
+        """One row a layer: ``layer, mass, uniform, sink_rate, top_position, top_token, top_mass, window, head_mass``.
 
         ``top_position`` is the position with the largest share of the layer's mass, whichever it is, ``top_token`` its
-        text and ``top_mass`` that share; they need ``share``. ``windows`` are the model's own, by layer index (None =
-        full attention). ``input_ids`` ``[length]`` is the passage.
+        text and ``top_mass`` that share; they need ``share``. ``head_mass`` lists the mass of every head. ``windows``
+        are the model's own, by layer index (None = full attention). ``input_ids`` ``[length]`` is the passage.
         """
         if self.share is None:
             raise ValueError("layer_rows needs the share of every position: measure(..., positions=True)")
@@ -69,6 +68,7 @@ class Mass:
                     "top_token": tokenizer.decode([int(input_ids[top])]),
                     "top_mass": float(self.share[j, top]),
                     "window": windows[layer],
+                    "head_mass": self.token0[j].tolist(),
                 }
             )
         return rows
@@ -88,6 +88,9 @@ def measure(
     Query 0 sees only itself, and the first queries see little else: ``queries_from`` leaves them out. Raises
     ValueError if it is not in 0 to length − 1, and KvprobeError naming the layer where attention is not finite.
     """
+    # arithmetic knows no transformers until a model is really measured
+    from kvprobe.hooks import attending
+
     length = input_ids.shape[-1]
     if not 0 <= queries_from < length:
         raise ValueError(f"queries_from must be between 0 and {length - 1} for {length} tokens, got {queries_from}")

@@ -1,5 +1,6 @@
 """Which token ids does an analysis read, from which text, and what stands in front of them?"""
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -11,7 +12,7 @@ from kvprobe.texts import Text, read_text
 
 __all__ = [
     "Bos", "Passage", "Text", "Tokenizer",
-    "control", "cut_before", "encode", "heldout", "random_ids", "read_text", "repeat_ids", "run_record",
+    "control", "cut_before", "encode", "front_ids", "heldout", "random_ids", "read_text", "repeat_ids", "run_record",
 ]  # fmt: skip
 
 Bos = Literal["auto", "add", "drop"]
@@ -75,6 +76,8 @@ def run_record(passage: Passage) -> dict[str, Any]:
         "passage": passage.name,
         "passage_sha256": passage.sha256,
         "passage_offset": passage.offset,
+        # what the model really read: the same text has other ids under another tokenizer, and random ids have no text
+        "ids_sha256": hashlib.sha256(passage.ids.numpy().tobytes()).hexdigest(),
         "n_tokens": passage.n_tokens,
         "bos": passage.bos,
         "has_bos": passage.has_bos,
@@ -89,7 +92,7 @@ def encode(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto"
     KvprobeError where the text is too short or ``add`` meets a tokenizer without BOS; ValueError for an ``n_tokens``
     that leaves no room for text.
     """
-    front = _front(tokenizer, bos)
+    front = front_ids(tokenizer, bos)
     if n_tokens <= len(front):
         raise ValueError(f"a passage needs at least {len(front) + 1} tokens here (BOS counts), got {n_tokens}")
     if offset < 0:
@@ -127,7 +130,7 @@ def heldout(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto
     The policy applies again: with a BOS each of the two has its own, and each holds T − 1 tokens of the text.
     Raises as ``encode`` does.
     """
-    return encode(tokenizer, text, n_tokens=n_tokens, bos=bos, offset=max(0, n_tokens - len(_front(tokenizer, bos))))
+    return encode(tokenizer, text, n_tokens=n_tokens, bos=bos, offset=max(0, n_tokens - len(front_ids(tokenizer, bos))))
 
 
 def random_ids(
@@ -203,7 +206,7 @@ def _ids(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[int]
     )
 
 
-def _front(tokenizer: Tokenizer, bos: Bos) -> list[int]:
+def front_ids(tokenizer: Tokenizer, bos: Bos) -> list[int]:
     """Ids to put before the text, found by watching the tokenizer: every family keeps that setting elsewhere."""
     if bos not in ("auto", "add", "drop"):
         raise ValueError(f"bos must be auto, add or drop, got {bos!r}")

@@ -16,7 +16,7 @@ from typing import Any
 Row = dict[str, Any]
 
 # the packages whose version can change a number
-VERSIONED = ("kvprobe", "torch", "transformers", "numpy", "scipy")
+VERSIONED = ("kvprobe", "torch", "transformers", "tokenizers", "numpy")
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ def run_record(*parts: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
     """
     record: dict[str, Any] = {}
     for part in (*parts, settings):
+        if twice := sorted(record.keys() & part.keys()):
+            raise ValueError(f"a run record says {twice[0]} twice")
         record |= part
     record["versions"] = _versions(VERSIONED)
     record["cpu"] = processor()

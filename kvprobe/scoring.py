@@ -147,7 +147,8 @@ def _logits(
     for first in range(score_from, ids.shape[1] - 1, chunk):
         last = min(first + chunk, ids.shape[1] - 1)
         with _standing_in(model, type(output)(**{**output, "last_hidden_state": hidden[:, first:last]})):
-            yield first, model(input_ids=ids[:, first:last], use_cache=False).logits
+            logits = model(input_ids=ids[:, first:last], use_cache=False).logits
+        yield first, logits
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvprobe import models, passages
@@ -38,6 +39,8 @@ class Subject:
             "source": self.loaded.source,
             "dtype": self.loaded.dtype,
             "device": self.loaded.device,
+            "gpu": torch.cuda.get_device_name() if self.loaded.device.startswith("cuda") else None,
+            "threads": torch.get_num_threads(),
             "family": self.loaded.spec.family,
             **passages.run_record(self.passage),
         }

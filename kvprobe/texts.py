@@ -2,9 +2,7 @@
 
 import hashlib
 import http.client
-import os
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
+from kvprobe.results import write_whole
 from kvprobe.store import disk_error, home
 
 BUNDLED_SHA256 = "72555202e7c2c0f1c15bda2728a389669f762087f929391c6705c60c3800d3a2"
@@ -100,7 +99,7 @@ def _time_machine(progress: Progress) -> bytes:
                 f"put the text at {path}, or use the text 'bundled'"
             ) from None
         try:
-            _write_whole(path, data)
+            write_whole(path, data)
         except OSError as error:
             raise disk_error(error, path) from error
     return _read_file(str(path))
@@ -122,19 +121,6 @@ def _fetch(url: str, progress: Progress) -> bytes:
     if b"*** END OF" not in data:
         raise OSError("what came is not the book: it has no END line")
     return data
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write so that another reader sees the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, half = tempfile.mkstemp(dir=path.parent, prefix=".half-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(half).replace(path)
-    except BaseException:
-        Path(half).unlink(missing_ok=True)
-        raise
 
 
 def _between_markers(text: str) -> str:

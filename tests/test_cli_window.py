@@ -1,6 +1,11 @@
 """``kvprobe window`` as its users meet it, and its picture."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +107,158 @@ def test_the_picture_is_written(run, llama, tmp_path):
     text = (tmp_path / "window.svg").read_text()
     assert "window 8" in text
     assert "full context" in text
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A kvprobe directory of its own: what is kept in it and what is removed can be seen."""
+    monkeypatch.setenv("KVPROBE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+STREAM = ("--stream", "--window", 8, "--sinks", 0, "--sinks", 2, "--positions", "cache", "--format", "json")
+
+
+def test_a_stream_reads_the_whole_text_and_gives_a_row_a_result(run, llama, home, tmp_path):
+    (tmp_path / "text").write_text("a b, c d. " * 90)
+    found = document(run(llama, *STREAM, "--text", tmp_path / "text", "--every", 300))
+    assert set(FIELDS) < set(found["rows"][0])
+    cells = [(row["window"], row["n_sink"], row["at_token"], row["tokens_scored"]) for row in found["rows"]]
+    assert cells == [(8, n, at, at - 1) for n in (0, 2) for at in (300, 600, 900)]
+    assert {row["delta"] for row in found["rows"]} == {None}
+    record = found["run"]
+    assert (record["n_tokens"], record["score_from"], record["n_targets"], record["stream"]) == (900, 0, 899, True)
+    assert str(tmp_path) not in json.dumps(found)
+    # nothing of a finished stream is kept
+    assert list((home / "streams").iterdir()) == []
+
+
+def test_a_stream_reads_as_many_tokens_as_the_user_gave_and_is_the_mask(run, llama, home):
+    # 1024 as well, which is the default of --tokens
+    found = document(run(llama, *STREAM, "--tokens", 1024))
+    assert [row["at_token"] for row in found["rows"]] == [1024, 1024]
+    for positions in ("absolute", "cache"):
+        shared = (llama, *STREAM[1:], "--tokens", 200, "--score-from", 50, "--positions", positions)
+        _, *masked = document(run(*shared))["rows"]
+        streamed = document(run("--stream", *shared))["rows"]
+        assert [row["loss"] for row in streamed] == pytest.approx([row["loss"] for row in masked], abs=1e-5)
+        assert [row["tokens_scored"] for row in streamed] == [149, 149]
+
+
+def test_a_killed_stream_is_resumed_by_the_same_command(run, llama, home, tmp_path):
+    (tmp_path / "text").write_text("".join(chr(33 + i * i % 89) for i in range(9000)))
+    command = [llama, *STREAM, "--text", tmp_path / "text", "--every", 500]
+    expected = document(run(*command))["rows"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from kvprobe.cli import main; main()", "window", *map(str, command)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.DEVNULL,
+    )
+    # until the sums of some stretches, and so the cache, are in the file
+    while process.poll() is None and not any(path.stat().st_size > 4000 for path in home.glob("streams/*.safetensors")):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    again = run(*command)
+    assert "resuming window 8 + " in again.stderr
+    assert "of 9,000 (--no-resume starts afresh)" in again.stderr
+    found = document(again)
+    assert found["rows"] == expected
+    assert found["run"]["n_resumed"] == 1
+    assert list((home / "streams").iterdir()) == []
+
+
+def stopped_at(monkeypatch, token):
+    """Ctrl-C once this token is read."""
+    from kvprobe import console
+
+    class Stop:
+        def __init__(self, quiet):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def __call__(self, what, done, total, unit=""):
+            if what.startswith("window") and done > token:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(console, "progress_bar", Stop)
+
+
+def test_ctrl_c_keeps_the_state_and_says_how_to_resume(run, llama, home, monkeypatch, tmp_path):
+    state = tmp_path / "mine"
+    command = (llama, *STREAM, "--tokens", 600, "--every", 100, "--state", state)
+    expected = document(run(*command))["rows"]
+    assert not state.exists()
+    with monkeypatch.context() as patched:
+        stopped_at(patched, 450)
+        done = run(*command)
+    assert done.returncode == 130
+    assert "kept: the same command resumes window 8 + 0 sinks at token " in done.stderr
+    assert done.stdout == ""
+    refused = run(*command, "--every", 200)
+    assert refused.returncode == 1
+    assert "the state mine belongs to another stream: every is 100 there and 200 here" in refused.stderr
+    kept = state.read_bytes()
+    again = run(*command)
+    assert "resuming window 8 + 0 sinks at token " in again.stderr
+    assert document(again)["rows"] == expected
+    state.write_bytes(kept)
+    afresh = run(*command, "--no-resume")
+    assert "resuming" not in afresh.stderr
+    assert document(afresh)["rows"] == expected
+    assert document(afresh)["run"]["n_resumed"] == 0
+
+
+def test_a_result_that_could_not_be_written_is_still_there(run, llama, home, monkeypatch):
+    from kvprobe import console
+
+    command = (llama, *STREAM, "--tokens", 100)
+    with monkeypatch.context() as patched:
+        patched.setattr(console, "emit", lambda *_, **__: 1 / 0)
+        assert run(*command).returncode == 1
+    again = run(*command)
+    assert "resuming at the end: the result is there" in again.stderr
+    assert len(document(again)["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--positions", "recompute"], 2, "--positions recompute cannot be had with --stream"),
+        (["--sink-choice", "random"], 2, "--sink-choice other than first cannot be had with --stream"),
+        (["--drop-sink-logits"], 2, "--drop-sink-logits cannot be had with --stream"),
+        (["--plot", "x.svg"], 2, "--plot cannot be had with --stream"),
+        ([], 1, "more than the model's 256 positions: learned positions have no entry beyond them"),
+        (["--positions", "cache"], 1, "positions are learned, added to the hidden state, and cannot be moved"),
+        (["--tokens", 64, "--every", 0], 1, "every must be at least 1 token, got 0"),
+        (["--tokens", 64, "--score-from", 64], 1, "score-from must be between 0 and 61 for 64 tokens"),
+        (["--tokens", 64, "--window", 0], 1, "window must be at least 1 (the query itself), got 0"),
+        (["--tokens", 64, "--state", __file__], 1, "test_cli_window.py is no state of a stream"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(run, gpt2_random, home, arguments, status, says):
+    done = run(gpt2_random, "--stream", "--quiet", *arguments)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert says in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("option", [("--every", 5), ("--state", "x"), ("--no-resume",)])
+def test_options_of_a_stream_alone_are_refused(run, llama, option):
+    done = run(llama, *option)
+    assert done.returncode == 2
+    assert f"{option[0]} belongs to --stream" in done.stderr
+
+
+def test_families_that_the_decoder_has_not_are_named(run, gpt2_tokenizer_files, home, tmp_path):
+    model = write_random(tmp_path, "gpt_neox", gpt2_tokenizer_files)
+    done = run(model, "--stream", "--quiet")
+    assert done.returncode == 1
+    assert "the decoder has no family gpt_neox; it reads gpt2, llama" in done.stderr
 
 
 ROWS = [

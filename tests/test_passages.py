@@ -5,6 +5,7 @@ import http.server
 import io
 import logging
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -190,6 +191,7 @@ def test_bos_counts_and_stands_in_front_once_and_nothing_is_appended(
         "passage": "a",
         "passage_sha256": text.sha256,
         "passage_offset": 0,
+        "ids_sha256": hashlib.sha256(array("q", front + content).tobytes()).hexdigest(),
         "n_tokens": len(front) + len(content),
         "bos": bos,
         "has_bos": bool(front),
@@ -270,7 +272,11 @@ def test_a_control_has_the_passages_length_and_only_random_keeps_its_bos(plain: 
     assert (drawn.has_bos, drawn.bos_token_id) == (passage.has_bos, passage.bos_token_id)
     assert repeated.ids.tolist() == [ids_of(plain, BUNDLED)[0]] * 20
     assert (repeated.has_bos, repeated.bos_token_id) == (False, None)
-    assert run_record(drawn) == run_record(passage) | {"passage": "random ids", "passage_sha256": ""}
+    changed = {"passage": "random ids", "passage_sha256": "", "ids_sha256": run_record(drawn)["ids_sha256"]}
+    assert run_record(drawn) == run_record(passage) | changed
+    # other ids are another fingerprint, the only one that random ids have
+    again = control(passage, "random", plain, seed=2)
+    assert len({run_record(one)["ids_sha256"] for one in (passage, drawn, again, repeated)}) == 4
     assert run_record(repeated)["passage"] == "one id repeated"
     with pytest.raises(ValueError, match="none, random or repeat, got 'shuffle'"):
         control(passage, "shuffle", plain, seed=1)

@@ -5,8 +5,10 @@ from matplotlib.figure import Figure
 
 from kvprobe.plots import sinks
 
-LAYERS = [{"layer": 0, "mass": 0.1, "uniform": 0.02}, {"layer": 2, "mass": 0.6, "uniform": 0.01}]
-HEADS = [{"layer": layer, "head": head, "mass": 0.1 * layer + 0.2 * head} for layer in (0, 2) for head in (0, 1, 2)]
+LAYERS = [
+    {"layer": 0, "mass": 0.1, "uniform": 0.02, "head_mass": [0.0, 0.2, 0.1]},
+    {"layer": 2, "mass": 0.6, "uniform": 0.01, "head_mass": [0.5, 0.6, 0.7]},
+]
 
 
 def test_bars_and_line_are_the_rows():
@@ -19,9 +21,9 @@ def test_bars_and_line_are_the_rows():
 
 
 def test_the_map_is_the_rows_layers_down_and_heads_across():
-    ax = sinks.draw_heads(HEADS, Figure().subplots())
+    ax = sinks.draw_heads(LAYERS, Figure().subplots())
     drawn = ax.collections[0].get_array().reshape(2, 3).tolist()
-    assert drawn == [pytest.approx([0.0, 0.2, 0.4]), pytest.approx([0.2, 0.4, 0.6])]
+    assert drawn == [[0.0, 0.2, 0.1], [0.5, 0.6, 0.7]]
     assert ax.collections[0].get_clim() == (0, 1)
 
 
@@ -29,5 +31,5 @@ def test_nothing_global_changes():
     import matplotlib as mpl
 
     before = dict(mpl.rcParams)
-    sinks.figure(LAYERS, HEADS, {"model": "tiny", "queries_from": 1, "n_tokens": 9, "passage": "bundled"})
+    sinks.figure(LAYERS, {"model": "tiny", "queries_from": 1, "n_tokens": 9, "passage": "bundled"})
     assert dict(mpl.rcParams) == before

@@ -149,5 +149,5 @@ def _summary(run: dict[str, Any]) -> list[str]:
         lines.append(f"weights {Amount(run['weights_bytes'])} ({count}{run['weights_source']})")
     if run["max_positions"] is not None and max(run["contexts"]) > run["max_positions"]:
         lines.append(f"the model has {run['max_positions']:,} positions: contexts beyond them are arithmetic only")
-    lines.append("memory only: what a lever costs in loss, kvprobe lowrank, window and gqa measure")
+    lines.append("memory only: what a lever costs in loss, kvprobe lowrank and kvprobe window measure")
     return lines

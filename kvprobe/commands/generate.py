@@ -164,9 +164,9 @@ def _cache(decoder: "Decoder", ids: list[int], options: dict[str, Any]) -> "KVCa
 
 
 def _prompt_ids(tokenizer: Any, prompt: str, bos: "Bos") -> list[int]:
-    from kvprobe.passages import _front  # one BOS policy for passages and prompts
+    from kvprobe.passages import front_ids  # one BOS policy for passages and prompts
 
-    return [*_front(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]]
+    return [*front_ids(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
 def _model_record(loaded: Any) -> dict[str, Any]:

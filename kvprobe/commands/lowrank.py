@@ -80,6 +80,11 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
       kvprobe lowrank smollm2-135m --spectrum                    keys before and after RoPE
       kvprobe lowrank smollm2-135m --rank 96 --allocate energy   more rank where there is more energy
     """
+    if options["spectrum"]:
+        for name in ("basis", "fit_text", "score_from", "allocate"):
+            if ctx.get_parameter_source(name) != ParameterSource.DEFAULT:
+                option = f"--{name.replace('_', '-')}"
+                raise click.UsageError(f"--spectrum looks at the untruncated pass and takes no {option}", ctx)
     if options["fit_text"] is not None and options["basis"] != "heldout":
         raise click.UsageError(f"--fit-text is for --basis heldout, not for --basis {options['basis']}", ctx)
     import time
@@ -163,7 +168,7 @@ def _spectrum(subject: Any, fit_text: Any, one_stage: bool, options: Any, progre
         stages=stages,
         center=options["center"],
     )
-    return rows, {"spectrum": True, "of": options["of"], "stages": stages, "centered": options["center"]}
+    return rows, {"spectrum": True, "ranks": list(options["ranks"]), "of": options["of"], "stages": stages, "centered": options["center"]}
 
 
 def _show(subject: Any, rows: Any, settings: dict[str, Any], options: Any) -> None:

@@ -79,7 +79,6 @@ def command(model: str, **options: Any) -> None:
             progress=progress,
         )
     layer_rows = measured.layer_rows(options["epsilon"], subject.loaded.spec.windows, passage.ids, tokenizer)
-    head_rows = measured.head_rows(options["epsilon"])
     run = run_record(
         subject.record(),
         queries_from=options["queries_from"],
@@ -91,7 +90,8 @@ def command(model: str, **options: Any) -> None:
         seed=options["seed"],
         wall_s=round(time.perf_counter() - started, 3),
     )
-    result = Result("sinks", head_rows if options["per_head"] else layer_rows, run)
+    rows = measured.head_rows(options["epsilon"]) if options["per_head"] else layer_rows
+    result = Result("sinks", rows, run)
     emit(
         result,
         format_=options["format_"],
@@ -102,7 +102,7 @@ def command(model: str, **options: Any) -> None:
     if options["plot"]:
         from kvprobe.plots.sinks import figure
 
-        save_plot(figure(layer_rows, head_rows, run), options["plot"])
+        save_plot(figure(layer_rows, run), options["plot"])
 
 
 def _summary(run: dict[str, Any]) -> list[str]:

@@ -237,7 +237,7 @@ def _long_subject(model: str, options: dict[str, Any], progress: Any) -> "Subjec
     loaded = models.load(model, device=options["device"], **shared)
     progress(f"tokenising {text.name}", 0, None)
     # one BOS policy; and the text as one piece: tokenizers that put a space before it would do so before every piece
-    n_tokens = len(passages._front(loaded.tokenizer, options["bos"])) + len(passages._ids(loaded.tokenizer, text.text))
+    n_tokens = len(passages.front_ids(loaded.tokenizer, options["bos"])) + len(passages._ids(loaded.tokenizer, text.text))
     return Subject(loaded, text, passages.encode(loaded.tokenizer, text, n_tokens=n_tokens, bos=options["bos"]))
 
 

@@ -26,11 +26,10 @@ def draw_layers(rows: list[Row], ax: Axes) -> Axes:
 
 
 def draw_heads(rows: list[Row], ax: Axes) -> Axes:
-    """Mass of every head as a map, layers down and heads across; rows need ``layer``, ``head``, ``mass``."""
-    layers = sorted({row["layer"] for row in rows})
-    heads = sorted({row["head"] for row in rows})
-    mass = {(row["layer"], row["head"]): row["mass"] for row in rows}
-    grid = [[mass[layer, head] for head in heads] for layer in layers]
+    """Mass of every head as a map, layers down and heads across; rows need ``layer`` and ``head_mass``."""
+    layers = [row["layer"] for row in rows]
+    grid = [row["head_mass"] for row in rows]
+    heads = range(len(grid[0]))
     every = max(1, -(-len(layers) // 15))
     sns.heatmap(
         grid,
@@ -47,13 +46,13 @@ def draw_heads(rows: list[Row], ax: Axes) -> Axes:
     return ax
 
 
-def figure(layer_rows: list[Row], head_rows: list[Row], run: dict[str, Any]) -> Figure:
+def figure(rows: list[Row], run: dict[str, Any]) -> Figure:
     """Both panels side by side, sized for two columns of a paper."""
     with styled():
         fig = Figure(figsize=(TWO_COLUMNS, 3.0), layout="constrained")
         left, right = fig.subplots(1, 2, width_ratios=(3, 2))
-        draw_layers(layer_rows, left)
-        draw_heads(head_rows, right)
+        draw_layers(rows, left)
+        draw_heads(rows, right)
         fig.suptitle(
             f"{run['model']}: queries {run['queries_from']:,} to {run['n_tokens'] - 1:,} of {run['passage']}",
             fontsize=9,
