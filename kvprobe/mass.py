@@ -93,7 +93,7 @@ def measure(
 
     length = input_ids.shape[-1]
     if not 0 <= queries_from < length:
-        raise ValueError(f"queries_from must be between 0 and {length - 1} for {length} tokens, got {queries_from}")
+        raise ValueError(f"queries-from must be between 0 and {length - 1} for {length} tokens, got {queries_from}")
     n_layers: int = model.config.num_hidden_layers  # type: ignore[union-attr,assignment]
     token0: dict[int, Tensor] = {}
     uniform: dict[int, Tensor] = {}

@@ -1,6 +1,7 @@
 """Which model does a name mean, and how is it loaded: pulled, a directory, a GGUF file, or a hub repository?"""
 
 import contextlib
+import difflib
 import hashlib
 import json
 import os
@@ -116,7 +117,7 @@ def find(name: str, *, only_config: bool = False, progress: Progress = silent) -
         directory = hub.fetch(name, only_config=only_config, progress=progress)
     except LookupError as error:
         raise KvprobeError(
-            f"no model {name!r}: it is no pulled model, no directory and no GGUF file here, and {error}; {_here()}"
+            f"no model {name!r}: it is no pulled model, no directory and no GGUF file here, and {error}; {_here(name)}"
         ) from error
     return Found(directory=directory, name=name, source="hub", revision=directory.name)
 
@@ -207,12 +208,14 @@ def _config(found: Found) -> dict[str, Any]:
     return config
 
 
-def _here() -> str:
-    """What can be loaded instead, as the end of a sentence."""
+def _here(name: str = "") -> str:
+    """What can be loaded instead of ``name``, as the end of a sentence."""
     rows = [row for row in available() if row["kind"] == "model"]
     ready = [row["name"] for row in rows if row["state"] in ("pulled", "hub cache")]
     offered = [row["name"] for row in rows if row["state"] == "not pulled"]
-    can = f"here can be loaded: {', '.join(ready)}" if ready else "no model is on this machine yet"
+    near = difflib.get_close_matches(name, ready + offered, n=1)
+    meant = f"did you mean {near[0]}? " if near else "gpt2 is what MODEL defaults to; " if name == "gpt2" else ""
+    can = f"{meant}here can be loaded: {', '.join(ready)}" if ready else f"{meant}no model is on this machine yet"
     return can + (f"; `kvprobe pull NAME` fetches {' or '.join(offered)}" if offered else "")
 
 

@@ -120,7 +120,7 @@ STREAM = ("--stream", "--window", 8, "--sinks", 0, "--sinks", 2, "--positions", 
 
 
 def test_a_stream_reads_the_whole_text_and_gives_a_row_a_result(run, llama, home, tmp_path):
-    (tmp_path / "text").write_text("a b, c d. " * 90)
+    (tmp_path / "text").write_text("ab,cd." * 150)
     found = document(run(llama, *STREAM, "--text", tmp_path / "text", "--every", 300))
     assert set(FIELDS) < set(found["rows"][0])
     cells = [(row["window"], row["n_sink"], row["at_token"], row["tokens_scored"]) for row in found["rows"]]
@@ -146,7 +146,7 @@ def test_a_stream_reads_as_many_tokens_as_the_user_gave_and_is_the_mask(run, lla
 
 
 def test_a_killed_stream_is_resumed_by_the_same_command(run, llama, home, tmp_path):
-    (tmp_path / "text").write_text("".join(chr(33 + i * i % 89) for i in range(9000)))
+    (tmp_path / "text").write_text("".join(chr(33 + i * i % 89) for i in range(3000)))
     command = [llama, *STREAM, "--text", tmp_path / "text", "--every", 500]
     expected = document(run(*command))["rows"]
     process = subprocess.Popen(
@@ -161,7 +161,7 @@ def test_a_killed_stream_is_resumed_by_the_same_command(run, llama, home, tmp_pa
     assert process.wait() == -signal.SIGKILL
     again = run(*command)
     assert "resuming window 8 + " in again.stderr
-    assert "of 9,000 (--no-resume starts afresh)" in again.stderr
+    assert "of 3,000 (--no-resume starts afresh)" in again.stderr
     found = document(again)
     assert found["rows"] == expected
     assert found["run"]["n_resumed"] == 1
@@ -203,6 +203,7 @@ def test_ctrl_c_keeps_the_state_and_says_how_to_resume(run, llama, home, monkeyp
     refused = run(*command, "--every", 200)
     assert refused.returncode == 1
     assert "the state mine belongs to another stream: every is 100 there and 200 here" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["mine"]
     kept = state.read_bytes()
     again = run(*command)
     assert "resuming window 8 + 0 sinks at token " in again.stderr

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 COLUMNS = ("lever", "context", "bytes", "bytes_per_token", "relief", "outweighs_at", "stops_at")
 
 
-@click.command("cache")
+@click.command("cache", short_help="The memory bill of the KV cache, from the config alone.")
 @click.argument("model", default="gpt2")
 @click.option(
     "--context",
@@ -35,8 +35,7 @@ def command(model: str, **options: Any) -> None:
     """What does the KV cache cost, by the configuration alone, and which lever would make it how much smaller?
 
     Needs no weights, and no network for the published models that kvprobe knows by name (gpt2, llama-2-70b,
-    deepseek-v3, …: an unknown name lists them); any other MODEL by its config.json. --dtype is that of the cache and
-    of the weights; --device and --seed change nothing here.
+    deepseek-v3, …: an unknown name lists them); any other MODEL by its config.json.
 
     \b
     Columns: bytes            of the cache after so many tokens of each sequence, for the whole batch
@@ -151,3 +150,10 @@ def _summary(run: dict[str, Any]) -> list[str]:
         lines.append(f"the model has {run['max_positions']:,} positions: contexts beyond them are arithmetic only")
     lines.append("memory only: what a lever costs in loss, kvprobe lowrank and kvprobe window measure")
     return lines
+
+
+# a bill is arithmetic: nothing runs on a device and nothing is drawn by chance
+command.params = [option for option in command.params if option.name not in ("device", "seed")]
+for option in command.params:
+    if isinstance(option, click.Option) and option.name == "dtype":
+        option.help = "Of the cache and of the weights."

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DEFAULT_SINKS = 4
 
 
-@click.command("generate")
+@click.command("generate", short_help="Continue a prompt with our own decoder and KV cache.")
 @click.argument("arguments", nargs=-1, required=True, metavar="[MODEL] PROMPT")
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Stop after this many new tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the likeliest token.")
@@ -53,6 +53,8 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     """
     if len(arguments) > 2:
         raise click.UsageError(f"expected [MODEL] PROMPT, got {len(arguments)} arguments: put the prompt in quotes")
+    if len(arguments) == 1 and _names_a_model(arguments[0]):
+        raise click.UsageError(f"PROMPT is missing: kvprobe generate {arguments[0]} 'Once upon a time'")
     name, prompt = arguments if len(arguments) == 2 else ("gpt2", arguments[0])
     if options["window"] is None and (options["sinks"] is not None or options["positions"] is not None):
         raise click.UsageError("--sinks and --positions say what a window keeps: give --window too")
@@ -139,6 +141,14 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
 
 # one row has nothing to draw
+def _names_a_model(word: str) -> bool:
+    from pathlib import Path
+
+    from kvprobe.pull import CATALOGUE
+
+    return word in CATALOGUE or word.endswith(".gguf") or (Path(word) / "config.json").is_file()
+
+
 command.params = [option for option in command.params if option.name != "plot"]
 
 

@@ -16,7 +16,7 @@ SPECTRUM_COLUMNS = (
 )  # fmt: skip
 
 
-@click.command("lowrank")
+@click.command("lowrank", short_help="What does a low-rank latent for K and V cost in loss?")
 @click.argument("model", default="gpt2")
 @click.option(
     "--rank",
@@ -168,7 +168,8 @@ def _spectrum(subject: Any, fit_text: Any, one_stage: bool, options: Any, progre
         stages=stages,
         center=options["center"],
     )
-    return rows, {"spectrum": True, "ranks": list(options["ranks"]), "of": options["of"], "stages": stages, "centered": options["center"]}
+    settings = {"ranks": list(options["ranks"]), "of": options["of"], "stages": stages, "centered": options["center"]}
+    return rows, {"spectrum": True, **settings}
 
 
 def _show(subject: Any, rows: Any, settings: dict[str, Any], options: Any) -> None:

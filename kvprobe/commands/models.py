@@ -7,7 +7,7 @@ import click
 from kvprobe.cli import output_options
 
 
-@click.command("models")
+@click.command("models", short_help="List what can be loaded here.")
 def command(**options: Any) -> None:
     """List what can be loaded here without a network, and what can be pulled.
 

@@ -3,7 +3,7 @@
 import click
 
 
-@click.command("pull")
+@click.command("pull", short_help="Fetch a model that kvprobe knows by name.")
 @click.argument("name")
 @click.option("--quiet", is_flag=True, help="No progress and no notices.")
 def command(name: str, quiet: bool) -> None:

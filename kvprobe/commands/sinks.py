@@ -10,7 +10,7 @@ COLUMNS = ("layer", "mass", "uniform", "sink_rate", "top_position", "top_token",
 HEAD_COLUMNS = ("layer", "head", "mass", "is_sink")
 
 
-@click.command("sinks")
+@click.command("sinks", short_help="How much of the attention is on token 0, the sink?")
 @click.argument("model", default="gpt2")
 @passage_options
 @click.option(

@@ -21,7 +21,7 @@ STREAM_COLUMNS = (
 )  # fmt: skip
 
 
-@click.command("window")
+@click.command("window", short_help="What does it cost to see only a window and some sinks?")
 @click.argument("model", default="gpt2")
 @click.option(
     "--window",
@@ -236,8 +236,9 @@ def _long_subject(model: str, options: dict[str, Any], progress: Any) -> "Subjec
     text = passages.read_text(options["text"], progress=progress)
     loaded = models.load(model, device=options["device"], **shared)
     progress(f"tokenising {text.name}", 0, None)
-    # one BOS policy; and the text as one piece: tokenizers that put a space before it would do so before every piece
-    n_tokens = len(passages.front_ids(loaded.tokenizer, options["bos"])) + len(passages._ids(loaded.tokenizer, text.text))
+    # as one piece: a tokenizer that puts a space before the text would put one before every piece
+    content = loaded.tokenizer(text.text, add_special_tokens=False, verbose=False)["input_ids"]
+    n_tokens = len(passages.front_ids(loaded.tokenizer, options["bos"])) + len(content)
     return Subject(loaded, text, passages.encode(loaded.tokenizer, text, n_tokens=n_tokens, bos=options["bos"]))
 
 

@@ -51,8 +51,12 @@ def draw_loss(rows: list[Row], ax: Axes) -> Axes:
     ax.set_xscale("log")
     ax.set_xticks(ranks, [f"{rank:,}" for rank in ranks])
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.set(xlabel="rank", ylabel="loss (nat per token)")
-    ax.legend(loc="best")
+    # room beside a single rank, so that lines drawn side by side stay together
+    ax.set(xlabel="rank", ylabel="loss (nat per token)", xlim=(ranks[0] / 1.25, ranks[-1] * 1.25))
+    # room above the highest interval, so that the legend lies over no data
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high + 0.12 * (len(lines) + 1) * (high - low))
+    ax.legend(loc="upper right")
     return ax
 
 
