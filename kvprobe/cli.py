@@ -62,7 +62,13 @@ def common(command: Command) -> Command:
                 show_default=True,
                 help="Weights and activations. Published numbers are float32.",
             ),
-            click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything drawn."),
+            click.option(
+                "--seed",
+                type=click.IntRange(0, 2**63 - 1),
+                default=0,
+                show_default=True,
+                help="Seed of everything drawn.",
+            ),
             click.option(
                 "--plot",
                 type=click.Path(dir_okay=False),
@@ -150,6 +156,8 @@ def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, KvprobeError | ValueError):
         return text
+    if isinstance(error, OverflowError):
+        return f"a number is too large or not finite ({text}): look through the options"
     if isinstance(error, OSError):
         return f"{error.strerror}: {error.filename}" if error.strerror and error.filename else text
     if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text.lower():
@@ -164,6 +172,11 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: str | None)
 
 
 def _checked_parent(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value == "":
+        raise click.BadParameter("a file name is needed", ctx, param)
+    other = ctx.params.get("out" if param.name == "plot" else "plot")
+    if value is not None and other is not None and Path(value).resolve() == Path(other).resolve():
+        raise click.BadParameter(f"--out and --plot would write the same file {value!r}", ctx, param)
     # before the work, not after it
     if value is not None and not Path(value).parent.is_dir():
         raise click.BadParameter(f"directory {str(Path(value).parent)!r} does not exist", ctx, param)

@@ -4,6 +4,7 @@
 times its size in memory, and its progress is not ours.
 """
 
+import errno
 import functools
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.progress import Progress, silent
-from kvprobe.store import run_watched
+from kvprobe.store import disk_full, run_watched
 
 _UNSUPPORTED = "kvprobe: unsupported: "
 
@@ -49,8 +50,8 @@ def convert(gguf: Path, directory: Path, *, log: Path, name: str, progress: Prog
         last = next((line for line in reversed(said.splitlines()) if line.strip()), f"exit status {status}")
         if last.startswith(_UNSUPPORTED):
             raise UnsupportedModelError(f"{name}: {last.removeprefix(_UNSUPPORTED)}")
-        if "No space left" in said:
-            raise OSError(28, "No space left on device")
+        if disk_full(said, log.parent):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise KvprobeError(f"{name} could not be converted from GGUF: {last.strip()}")
 
 

@@ -35,8 +35,9 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
+        # below the least the scaled logits overflow float32
+        if not (self.temperature == 0 or 1e-4 <= self.temperature < float("inf")):
+            raise ValueError(f"temperature must be 0 (greedy) or at least 0.0001 and finite, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -61,7 +62,8 @@ class Sampling:
         probabilities = scaled.softmax(-1)
         if self.top_p is not None:
             before = probabilities.cumsum(-1) - probabilities
-            probabilities = probabilities.masked_fill(before >= self.top_p, 0)
+            # the likeliest token, with nothing before it, stays even if top_p is lost in float32
+            probabilities = probabilities.masked_fill((before >= self.top_p) & (before > 0), 0)
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         return probabilities, ids
 

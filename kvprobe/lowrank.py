@@ -83,10 +83,11 @@ class View:
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Right singular vectors ``vectors`` ``[batch, width, limit]`` of a fitted matrix, greatest singular value first.
+    """Right singular vectors ``vectors`` ``[batch, width, n]`` of a fitted matrix, greatest singular value first.
 
-    ``squares`` float64 ``[batch, limit]`` are the squared singular values; ``mean`` ``[batch, 1, width]`` was taken
-    out before, if the fit was centred.
+    There are as many as the matrix really has: its numerical rank, which can be less than its limit, and a greater
+    rank than that projects on these. ``squares`` float64 ``[batch, limit]`` are the squared singular values; ``mean``
+    ``[batch, 1, width]`` was taken out before, if the fit was centred.
     """
 
     vectors: Tensor
@@ -111,7 +112,11 @@ def fit(matrix: Tensor, *, center: bool = False) -> Basis:
         # also makes the directions orthonormal whose singular value is lost in rounding
         vectors = torch.linalg.qr(rows.double().mT @ vectors.to(rows.device)).Q
     keep = limit_of(*rows.shape[-2:], center=center)
-    return Basis(vectors[..., :keep].to(rows), squares[..., :keep], mean)
+    squares = squares[..., :keep]
+    # a direction whose singular value is lost in float32's rounding is arbitrary, and would carry noise, not what
+    # was fitted: fewer different tokens than the rank leave such directions
+    real = numerical_rank(squares, max(rows.shape[-2:]), torch.finfo(torch.float32).eps)
+    return Basis(vectors[..., : max(1, real)].to(rows), squares, mean)
 
 
 def truncate(matrix: Tensor, rank: int, *, center: bool = False, vectors: Tensor | None = None) -> Tensor:
@@ -228,8 +233,12 @@ def rank_for(squares: Tensor, share: float) -> int:
 
 
 def numerical_rank(squares: Tensor, longest: int, eps: float) -> int:
-    """Singular values above the greatest × ``longest`` side × ``eps`` of the dtype, as numpy's ``matrix_rank``."""
-    return int((squares.double().clamp(min=0).sqrt() > squares.double().max().sqrt() * longest * eps).sum())
+    """Singular values above the greatest × ``longest`` side × ``eps`` of the dtype, as numpy's ``matrix_rank``.
+
+    ``squares`` ``[..., limit]``; of several matrices the greatest rank.
+    """
+    size = squares.double().clamp(min=0).sqrt()
+    return int((size > size.amax(-1, keepdim=True) * longest * eps).sum(-1).max())
 
 
 def check_rank(rank: int, n_fitted: int, width: int, *, center: bool = False) -> None:

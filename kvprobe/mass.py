@@ -36,7 +36,7 @@ class Mass:
 
     def sink_rate(self, epsilon: float) -> Tensor:
         """Share of each layer's heads with more than ``epsilon`` on token 0: ``[n_layers]`` (Gu et al., 2024)."""
-        return (self.token0 > epsilon).float().mean(-1)
+        return (self.token0 > epsilon).double().mean(-1)
 
     def head_rows(self, epsilon: float) -> list[Row]:
         """One row a head: ``layer, head, mass, uniform, is_sink`` (mass above ``epsilon``)."""

@@ -62,20 +62,21 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     found = find(name, progress=progress)
     config = _config(found)
-    spec = Spec.from_config(config)
-    files = hub.weight_files(found.directory)
+    spec = _spec(found, config)
+    files = _weight_files(found)
     if not files:
         _refuse_pickles(found)
     import torch
 
     place = _device(device)
-    _refuse_if_too_big(found.name, files, dtype=dtype, device=place)
+    _refuse_if_too_big(found.name, files, spec, dtype=dtype, device=place)
     progress(f"loading {found.name}", 0, None)
     with quiet():
         _refuse_foreign_code(found.name, config)
         model = _model(found, getattr(torch, dtype))
         tokenizer = _tokenizer(found)
     model = model.to(place).eval().requires_grad_(False)
+    _refuse_broken(found.name, model, tokenizer)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
@@ -93,7 +94,8 @@ def load_spec(name: str, *, progress: Progress = silent) -> Spec:
 
     Of a GGUF file the conversion of `load` is made, which reads everything.
     """
-    return Spec.from_config(_config(find(name, only_config=True, progress=progress)))
+    found = find(name, only_config=True, progress=progress)
+    return _spec(found, _config(found))
 
 
 def find(name: str, *, only_config: bool = False, progress: Progress = silent) -> Found:
@@ -247,6 +249,40 @@ def _refuse_foreign_code(name: str, config: dict[str, Any]) -> None:
         )
 
 
+def _spec(found: Found, config: dict[str, Any]) -> Spec:
+    try:
+        return Spec.from_config(config)
+    except KvprobeError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise UnsupportedModelError(
+            f"config.json of {found.name} does not make sense ({type(error).__name__}: {_first_line(error)})"
+        ) from error
+
+
+def _weight_files(found: Found) -> list[Path]:
+    try:
+        return hub.weight_files(found.directory)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise KvprobeError(f"model.safetensors.index.json of {found.name} is damaged: {_first_line(error)}") from error
+
+
+def _refuse_broken(name: str, model: Any, tokenizer: Any) -> None:
+    import torch
+
+    for path, parameter in model.named_parameters():
+        # one sum a tensor: a value that is not finite survives it
+        if not torch.isfinite(parameter.sum(dtype=torch.float32)):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise KvprobeError(f"{name} has weights that are not finite at {dtype}, first {path}: check the checkpoint")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > vocabulary:
+        raise KvprobeError(
+            f"{name} has an embedding of {vocabulary:,} tokens and a tokenizer of {len(tokenizer):,}: "
+            "they do not belong together"
+        )
+
+
 def _device(device: str | None) -> "torch.device":
     import torch
 
@@ -270,6 +306,8 @@ def weights_bytes(files: list[Path], *, dtype: str) -> int:
     for path in files:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size - 8:
+                raise ValueError(f"it claims {length:,} bytes, more than the file has")
             header = json.loads(file.read(length))
         for key, tensor in header.items():
             if key != "__metadata__":
@@ -280,11 +318,18 @@ def weights_bytes(files: list[Path], *, dtype: str) -> int:
     return elements * DTYPES[dtype]
 
 
-def _refuse_if_too_big(name: str, files: list[Path], *, dtype: str, device: "torch.device") -> None:
+def _refuse_if_too_big(name: str, files: list[Path], spec: Spec, *, dtype: str, device: "torch.device") -> None:
     try:
         need = weights_bytes(files, dtype=dtype)
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
         raise KvprobeError(f"the safetensors of {name} are damaged: the header cannot be read ({error})") from error
+    # transformers would build what the configuration says before it looks at the files
+    held = need // DTYPES[dtype]
+    if spec.n_parameters is not None and spec.n_parameters > 4 * held:
+        raise KvprobeError(
+            f"config.json of {name} describes {spec.n_parameters:,} parameters and its weights hold {held:,}: "
+            "they do not belong together"
+        )
     if device.type == "cuda":
         import torch
 
@@ -312,8 +357,11 @@ def _model(found: Found, dtype: "torch.dtype") -> Any:
         raise KvprobeError(f"the safetensors of {found.name} are damaged: {error}") from error
     except ImportError as error:
         raise UnsupportedModelError(f"{found.name} needs a package that is not here: {_first_line(error)}") from error
-    except (ValueError, OSError, RuntimeError) as error:
-        raise UnsupportedModelError(f"transformers cannot load {found.name}: {_first_line(error)}") from error
+    except Exception as error:
+        # a configuration with impossible values fails anywhere inside, with any error
+        raise UnsupportedModelError(
+            f"transformers cannot load {found.name} ({type(error).__name__}: {_first_line(error)}); check its config"
+        ) from error
     # transformers fills what a checkpoint lacks with random numbers: no result may come of that
     lacking = sorted(report["missing_keys"]) + [key for key, *_ in report.get("mismatched_keys", ())]
     if lacking:
@@ -331,7 +379,7 @@ def _tokenizer(found: Found) -> Any:
         raise UnsupportedModelError(f"{found.name} has no tokenizer: tokenizer.json is missing")
     try:
         return AutoTokenizer.from_pretrained(found.directory, trust_remote_code=False, local_files_only=True)
-    except (ValueError, OSError, ImportError, KeyError) as error:
+    except Exception as error:
         raise UnsupportedModelError(
             f"{found.name} has no tokenizer that can be loaded: {_first_line(error)}"
         ) from error

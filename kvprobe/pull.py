@@ -1,5 +1,6 @@
 """How do the models that kvprobe knows by name come to this machine, and are they what they should be?"""
 
+import errno
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 from kvprobe.convert import convert
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
-from kvprobe.store import MANIFEST, damage, home, publish, read_manifest, run_watched, sha256, write_manifest
+from kvprobe.store import MANIFEST, damage, disk_full, home, publish, read_manifest, run_watched, sha256, write_manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,17 +228,17 @@ def download(wheel: Wheel, scratch: Path, *, report: Callable[[int], None]) -> P
         if found:
             report(wheel.n_bytes)
             return found[0]
+    if disk_full(said, scratch):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise _pip_failed(wheel.requirement, said)
 
 
-def _pip_failed(requirement: str, said: str) -> Exception:
+def _pip_failed(requirement: str, said: str) -> KvprobeError:
     if "No module named pip" in said:
         return KvprobeError(
             f"{requirement} is fetched by pip, which this Python lacks ({Path(sys.executable).name} -m pip); "
             "add it with `python -m ensurepip` (under uv: `uv pip install pip`) and pull again"
         )
-    if "No space left" in said:
-        return OSError(28, "No space left on device")
     errors = [line.removeprefix("ERROR: ").strip() for line in said.splitlines() if line.startswith("ERROR")]
     reason = f" (pip: {errors[-1]})" if errors else ""
     return KvprobeError(

@@ -67,11 +67,18 @@ class Result:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file so that it is there whole or, after a kill or on a full disk, as it was before."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file so that it is there whole or, after a kill or on a full disk, as it was before.
+
+    A link stays a link: what it points to is written. A device or a pipe is written into, never replaced.
+    """
+    path = Path(path).resolve()
     data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    if path.exists() and not path.is_file():
+        with path.open("wb") as special:
+            special.write(data)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".kvprobe-")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

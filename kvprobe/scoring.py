@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvprobe.errors import KvprobeError
@@ -56,9 +55,9 @@ def token_losses(
 
     ``input_ids`` ``[length]`` or ``[1, length]`` gives float64 ``[n_targets]`` on the CPU, several rows ``[batch,
     length]`` give ``[batch, n_targets]``, with ``n_targets = length - 1 - score_from``. Logits are held for
-    ``chunk`` positions at a time and are the model's own, scaling and soft-capping after the head included; their
-    log-softmax is float32. Raises ValueError for a ``score_from`` outside the passage and KvprobeError for a loss
-    that is not finite, naming the layer that first was not.
+    ``chunk`` positions at a time and are the model's own, scaling and soft-capping after the head included. Raises
+    ValueError for a ``score_from`` outside the passage and KvprobeError for a loss that is not finite,
+    naming the layer that first was not.
     """
     ids = input_ids if input_ids.ndim == 2 else input_ids[None]
     check_score_from(ids.shape[1], score_from)
@@ -66,6 +65,19 @@ def token_losses(
     if not bool(losses.isfinite().all()):
         raise KvprobeError(_first_not_finite(model, ids, score_from, attend, chunk))
     return losses[0] if len(ids) == 1 else losses
+
+
+def nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood in nat of ``targets`` ``[...]`` under ``logits`` ``[..., vocab]``: float64 ``[...]``.
+
+    Exponentials are float32 and summed in float64: summed in float32 over a vocabulary of 49,152 they came out too
+    large every time, a bias of 1.7e-5 nat and not noise.
+    """
+    logits = logits.float()
+    peak = logits.amax(-1, keepdim=True)
+    total = (logits - peak).exp_().sum(-1, dtype=torch.float64)
+    chosen = logits.gather(-1, targets[..., None])
+    return total.log() + (peak.double() - chosen.double())[..., 0]
 
 
 def perplexity(losses: Tensor) -> float:
@@ -126,8 +138,7 @@ def _losses(model: nn.Module, ids: Tensor, score_from: int, attend: "Attend | No
     parts = []
     for first, logits in _logits(model, ids, score_from, attend, chunk):
         targets = ids[:, first + 1 : first + 1 + logits.shape[1]].to(logits.device)
-        each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-        parts.append(each.view(targets.shape).double().cpu())
+        parts.append(nll(logits, targets).cpu())
     return torch.cat(parts, dim=1)
 
 

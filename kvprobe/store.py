@@ -126,6 +126,11 @@ def publish(target: Path, build: Callable[[Path], None], *, progress: Progress =
     return target
 
 
+def disk_full(said: str, place: Path) -> bool:
+    """Whether a child process failed for want of room: by what it said, or by a disk too full even for that."""
+    return "No space left" in said or shutil.disk_usage(place).free < 1 << 20
+
+
 def disk_error(error: OSError, target: Path) -> KvprobeError:
     """The same failure as one sentence about the place that could not be written."""
     if error.errno == errno.ENOSPC:

@@ -3,9 +3,9 @@
 Truncation is on-line: all layers at once, so each sees keys and values already made under truncation. All positions
 are truncated, in local (sliding-window) layers too; only the targets after ``score_from`` are scored.
 
-Three bases. ``oracle`` is fitted to the scored sequence itself, its future included, anew under every rank;
-``prefix`` to the tokens before ``score_from`` and ``heldout`` to another text, both in one clean (untruncated) pass
-that all ranks share.
+Three bases. ``oracle`` is fitted to the scored sequence itself, its future included, and ``prefix`` to its tokens
+before ``score_from`` alone, both anew under every rank, to keys and values already made under truncation; ``heldout``
+is fitted to another text, in one clean (untruncated) pass that all ranks share.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,18 +54,23 @@ def truncating(
     ranks: Mapping[int, int],
     bases: Mapping[int, Basis] | None = None,
     *,
+    n_prefix: int | None = None,
     center: bool = False,
     energy: dict[int, float] | None = None,
     known: dict[int, tuple[Tensor, Tensor]] | None = None,
 ) -> "Attend":
     """Attention that reads keys and values cut to ``ranks[layer]``, for ``attending(model, ...)``.
 
-    ``bases`` are those of :func:`fit_layers`; without them each layer's basis is the oracle, of the very matrix that
-    it cuts. ``energy`` is filled with the share that each layer keeps. ``known``, given to several such passes over
-    the same tokens, saves the first layer's decomposition, which no truncation before it can change.
+    ``bases`` are those of :func:`fit_layers`; without them each layer's basis is fitted to the very matrix that it
+    cuts: to its first ``n_prefix`` tokens, or to all of it, the oracle. ``energy`` is filled with the share that each
+    layer keeps. ``known``, given to several such passes over the same tokens, saves the first layer's
+    decomposition, which no truncation before it can change.
     """
 
-    def oracle(call: AttentionCall, matrix: Tensor) -> Tensor:
+    def own(call: AttentionCall, matrix: Tensor) -> Tensor:
+        if n_prefix is not None:
+            # causal attention: these rows are what they would be without the tokens after them
+            return fit(matrix[:, :n_prefix], center=center).project(matrix, ranks[call.layer])
         vectors = None
         if known is not None and (not known or call.layer in known):
             if not known or not torch.equal(known[call.layer][0], matrix):
@@ -75,7 +80,7 @@ def truncating(
 
     def attend(call: AttentionCall) -> Tensor:
         matrix = _finite_matrix(view, call)
-        cut = oracle(call, matrix) if bases is None else bases[call.layer].project(matrix, ranks[call.layer])
+        cut = own(call, matrix) if bases is None else bases[call.layer].project(matrix, ranks[call.layer])
         if energy is not None:
             energy[call.layer] = energy_kept(matrix, cut, center=center)
         key, value = view.keys_values(call, cut)
@@ -161,8 +166,8 @@ def sweep(
         check_rank(rank, fitted.shape[1], width, center=center)
 
     bases = None
-    if basis != "oracle":
-        progress(f"fitting the {basis} basis", 0, None)
+    if basis == "heldout":
+        progress("fitting the heldout basis", 0, None)
         bases = fit_layers(model, fitted, view, center=center)
     jobs: list[tuple[int, Allocation, dict[int, int]]] = []
     squares = {} if bases is None else {layer: found.squares[0] for layer, found in bases.items()}
@@ -202,7 +207,15 @@ def sweep(
     for rank, how, by_layer in jobs:
         progress("low rank", len(rows), 1 + len(jobs), "passes")
         kept: dict[int, float] = {}
-        attend = truncating(view, by_layer, bases, center=center, energy=kept, known=known)
+        attend = truncating(
+            view,
+            by_layer,
+            bases,
+            n_prefix=score_from if basis == "prefix" else None,
+            center=center,
+            energy=kept,
+            known=known,
+        )
         losses = token_losses(model, ids, score_from=score_from, attend=attend)
         all_losses.append(losses)
         held = storage(by_layer, widths, n_tokens, center=center, element_bytes=element_bytes)

@@ -18,7 +18,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvprobe.attention import AttentionCall
@@ -26,7 +25,7 @@ from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.masks import window_keep
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Row
-from kvprobe.scoring import check_score_from, paired_interval, perplexity, token_losses
+from kvprobe.scoring import check_score_from, nll, paired_interval, perplexity, token_losses
 from kvprobe.spec import Spec
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ def recompute_losses(
             some = contexts[done : done + rows]
             logits = model(input_ids=some, use_cache=False, logits_to_keep=1).logits[:, -1]
             targets = input_ids[first + done : first + done + len(some)].to(logits.device)
-            parts.append(F.cross_entropy(logits.float(), targets, reduction="none").double().cpu())
+            parts.append(nll(logits, targets).cpu())
     progress("recompute", len(contexts), len(contexts), "predictions")
     losses = torch.cat(parts)
     if not bool(losses.isfinite().all()):

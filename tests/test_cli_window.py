@@ -116,12 +116,13 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
-STREAM = ("--stream", "--window", 8, "--sinks", 0, "--sinks", 2, "--positions", "cache", "--format", "json")
+STREAM = ("--stream", "--sinks", 0, "--sinks", 2, "--positions", "cache", "--format", "json")
+EIGHT = ("--window", 8)
 
 
 def test_a_stream_reads_the_whole_text_and_gives_a_row_a_result(run, llama, home, tmp_path):
     (tmp_path / "text").write_text("ab,cd." * 150)
-    found = document(run(llama, *STREAM, "--text", tmp_path / "text", "--every", 300))
+    found = document(run(llama, *STREAM, *EIGHT, "--text", tmp_path / "text", "--every", 300))
     assert set(FIELDS) < set(found["rows"][0])
     cells = [(row["window"], row["n_sink"], row["at_token"], row["tokens_scored"]) for row in found["rows"]]
     assert cells == [(8, n, at, at - 1) for n in (0, 2) for at in (300, 600, 900)]
@@ -135,10 +136,10 @@ def test_a_stream_reads_the_whole_text_and_gives_a_row_a_result(run, llama, home
 
 def test_a_stream_reads_as_many_tokens_as_the_user_gave_and_is_the_mask(run, llama, home):
     # 1024 as well, which is the default of --tokens
-    found = document(run(llama, *STREAM, "--tokens", 1024))
+    found = document(run(llama, *STREAM, *EIGHT, "--tokens", 1024))
     assert [row["at_token"] for row in found["rows"]] == [1024, 1024]
     for positions in ("absolute", "cache"):
-        shared = (llama, *STREAM[1:], "--tokens", 200, "--score-from", 50, "--positions", positions)
+        shared = (llama, *STREAM[1:], *EIGHT, "--tokens", 200, "--score-from", 50, "--positions", positions)
         _, *masked = document(run(*shared))["rows"]
         streamed = document(run("--stream", *shared))["rows"]
         assert [row["loss"] for row in streamed] == pytest.approx([row["loss"] for row in masked], abs=1e-5)
@@ -147,7 +148,7 @@ def test_a_stream_reads_as_many_tokens_as_the_user_gave_and_is_the_mask(run, lla
 
 def test_a_killed_stream_is_resumed_by_the_same_command(run, llama, home, tmp_path):
     (tmp_path / "text").write_text("".join(chr(33 + i * i % 89) for i in range(3000)))
-    command = [llama, *STREAM, "--text", tmp_path / "text", "--every", 500]
+    command = [llama, *STREAM, "--window", 32, "--text", tmp_path / "text", "--every", 500]
     expected = document(run(*command))["rows"]
     process = subprocess.Popen(
         [sys.executable, "-c", "from kvprobe.cli import main; main()", "window", *map(str, command)],
@@ -160,7 +161,7 @@ def test_a_killed_stream_is_resumed_by_the_same_command(run, llama, home, tmp_pa
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     again = run(*command)
-    assert "resuming window 8 + " in again.stderr
+    assert "resuming window 32 + " in again.stderr
     assert "of 3,000 (--no-resume starts afresh)" in again.stderr
     found = document(again)
     assert found["rows"] == expected
@@ -191,7 +192,7 @@ def stopped_at(monkeypatch, token):
 
 def test_ctrl_c_keeps_the_state_and_says_how_to_resume(run, llama, home, monkeypatch, tmp_path):
     state = tmp_path / "mine"
-    command = (llama, *STREAM, "--tokens", 600, "--every", 100, "--state", state)
+    command = (llama, *STREAM, *EIGHT, "--tokens", 600, "--every", 100, "--state", state)
     expected = document(run(*command))["rows"]
     assert not state.exists()
     with monkeypatch.context() as patched:
@@ -218,7 +219,7 @@ def test_ctrl_c_keeps_the_state_and_says_how_to_resume(run, llama, home, monkeyp
 def test_a_result_that_could_not_be_written_is_still_there(run, llama, home, monkeypatch):
     from kvprobe import console
 
-    command = (llama, *STREAM, "--tokens", 100)
+    command = (llama, *STREAM, *EIGHT, "--tokens", 100)
     with monkeypatch.context() as patched:
         patched.setattr(console, "emit", lambda *_, **__: 1 / 0)
         assert run(*command).returncode == 1

@@ -66,8 +66,9 @@ def test_tokens_are_drawn_as_often_as_they_should_be():
 @pytest.mark.parametrize(
     ("given_", "words"),
     [
-        ({"temperature": -0.1}, "temperature must be at least 0 and finite, got -0.1"),
-        ({"temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
+        ({"temperature": -0.1}, r"must be 0 \(greedy\) or at least 0.0001 and finite, got -0.1"),
+        ({"temperature": 1e-9}, "and finite, got 1e-09"),
+        ({"temperature": float("nan")}, "and finite, got nan"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),

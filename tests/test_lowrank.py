@@ -75,7 +75,8 @@ def test_at_its_limit_an_oracle_is_the_identity(length, width, center):
     limit = limit_of(length, width, center=center)
     atol = 2e-6 * float(matrix.abs().max())
     torch.testing.assert_close(truncate(matrix, limit, center=center), matrix, atol=atol, rtol=0)
-    assert fit(matrix, center=center).vectors.shape == (1, width, limit)
+    projected = fit(matrix, center=center).project(matrix, limit)
+    torch.testing.assert_close(projected, matrix, atol=atol, rtol=0)
     assert singular_squares(matrix, center=center).shape == (1, limit)
 
 
@@ -258,3 +259,14 @@ def test_unknown_words_are_refused():
         View.on(tiny_model("gpt2"), "q")
     with pytest.raises(ValueError, match="stage must be one of post_rope, pre_rope, got 'rope'"):
         View.on(tiny_model("gpt2"), "k", "rope")
+
+
+def test_a_basis_has_no_direction_that_rounding_made_up():
+    few = matrix_of(6, 40)
+    repeated = few[:, [0, 1, 2, 3, 4, 5] * 5]
+    basis = fit(repeated)
+    assert limit_of(*repeated.shape[1:]) == 30
+    assert basis.vectors.shape == (1, 40, np.linalg.matrix_rank(repeated[0].numpy()))
+    # so a rank beyond what was fitted is what was fitted, whatever the machine rounds
+    other = matrix_of(9, 40)
+    assert torch.equal(basis.project(other, 30), basis.project(other, 6))

@@ -77,3 +77,20 @@ def test_the_run_record_names_versions_and_processor_but_no_host_and_no_path(tmp
     text = json.dumps(record)
     assert os.uname().nodename not in text
     assert str(Path.cwd()) not in text
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "through")
+        assert os.read(reader, 100) == b"through"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()

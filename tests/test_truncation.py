@@ -126,23 +126,41 @@ def test_under_prefix_a_future_token_changes_no_past_loss_and_under_oracle_it_do
     changed[:, 60:] = tiny_ids(T, seed=2)[:, 60:]
     view = View.on(model)
 
-    def before_60(ids, bases):
-        return token_losses(model, ids, score_from=40, attend=truncating(view, ranks, bases))[:19]
+    def before_60(ids, n_prefix):
+        return token_losses(model, ids, score_from=40, attend=truncating(view, ranks, n_prefix=n_prefix))[:19]
 
-    def prefix(ids):
-        return fit_layers(model, tokens_fitted(ids, basis="prefix", score_from=40), view)
-
-    assert torch.equal(before_60(ids, prefix(ids)), before_60(changed, prefix(changed)))
+    torch.testing.assert_close(before_60(ids, 40), before_60(changed, 40), atol=1e-5, rtol=0)
     assert (before_60(ids, None) - before_60(changed, None)).abs().max() > 1e-3
+
+
+def test_prefix_is_fitted_on_line_to_the_rows_before_score_from():
+    model, ids, seen = tiny_model("llama"), tiny_ids(T), {}
+    view = View.on(model)
+
+    def by_hand(call):
+        matrix = view.matrix(call)[0].double().numpy()
+        right = np.linalg.svd(matrix[:40], full_matrices=False)[2][:6]
+        seen[call.layer] = torch.from_numpy(matrix @ right.T @ right)[None].float()
+        key, value = view.keys_values(call, seen[call.layer])
+        return call.attend(key=key, value=value)
+
+    theirs = token_losses(model, ids, score_from=40, attend=by_hand)
+    ours = sweep(model, ids[0], ranks=[6], basis="prefix", score_from=40).losses[1]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    # a clean fit is another basis from the second layer on
+    clean = fit_layers(model, ids[:, :40], view)
+    apart = token_losses(model, ids, score_from=40, attend=truncating(view, dict.fromkeys(range(3), 6), clean))
+    assert (apart - ours).abs().max() > 1e-3
 
 
 def test_the_sweep_takes_the_basis_it_says():
     model, ids, other = tiny_model("llama"), tiny_ids(T)[0], tiny_ids(T, seed=1)[0]
     view, ranks = View.on(model), dict.fromkeys(range(3), 6)
-    for kind, fitted, n_fitted in (("oracle", None, T), ("prefix", ids[:40], 40), ("heldout", other, T)):
+    for kind, n_fitted in (("oracle", T), ("prefix", 40), ("heldout", T)):
         swept = sweep(model, ids, ranks=[6], basis=kind, fit_ids=other if kind == "heldout" else None, score_from=40)
-        bases = None if fitted is None else fit_layers(model, fitted[None], view)
-        losses = token_losses(model, ids, score_from=40, attend=truncating(view, ranks, bases))
+        bases = fit_layers(model, other[None], view) if kind == "heldout" else None
+        attend = truncating(view, ranks, bases, n_prefix=40 if kind == "prefix" else None)
+        losses = token_losses(model, ids, score_from=40, attend=attend)
         assert swept.rows[1]["loss"] == pytest.approx(float(losses.mean()), abs=1e-12)
         assert swept.n_fitted == n_fitted
         assert swept.rows[1]["basis"] == kind

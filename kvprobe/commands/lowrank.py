@@ -44,7 +44,7 @@ SPECTRUM_COLUMNS = (
     type=click.Choice(["oracle", "prefix", "heldout"]),
     default="oracle",
     show_default=True,
-    help="Fitted to the scored passage itself, to its tokens up to --score-from, or to another text.",
+    help="Fitted to the scored passage itself, to its tokens before --score-from, or (untruncated) to another text.",
 )
 @click.option("--fit-text", help="Text of the basis heldout.  [default: the tokens after the passage in --text]")
 @click.option("--center", is_flag=True, help="Take the mean of the fitted tokens out first (it is stored as well).")
@@ -68,7 +68,7 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
     from a paired bootstrap over blocks of tokens. Bytes are of the matrices that are cut.
 
     \b
-    Columns: energy             share of the squared norm kept, mean over layers
+    Columns: energy             share of the squared norm of all tokens' K/V that is kept, mean over layers
              ratio              full over latent plus basis, at this length: the honest one
              notional_ratio     width over rank, as if the basis were free
              break_even_tokens  from this length on latent plus basis are smaller than the full cache

@@ -49,6 +49,7 @@ def command(model: str, **options: Any) -> None:
       kvprobe sinks gemma3-270m --bos drop            a model whose sink is its BOS
       kvprobe sinks MODEL --tokens 64 --queries-from 0  the published ε-sink protocol
     """
+    import math
     import time
     from dataclasses import replace
 
@@ -57,6 +58,8 @@ def command(model: str, **options: Any) -> None:
     from kvprobe.results import Result, run_record
     from kvprobe.subject import prepare
 
+    if math.isnan(options["epsilon"]):
+        raise click.BadParameter("epsilon must be a number between 0 and 1, got nan")
     started = time.perf_counter()
     with progress_bar(options["quiet"]) as progress:
         subject = prepare(
