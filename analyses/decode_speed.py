@@ -1,0 +1,214 @@
+"""How fast is our decoder beside Hugging Face's generate and llama.cpp: same weights, prompt, dtype and threads?
+
+    python -m analyses.decode_speed smollm2-135m
+    python -m analyses.decode_speed smollm2-135m --dtype bfloat16
+    python -m analyses.decode_speed gpt2 --random-weights        the 124M shape, drawn at random
+    python -m analyses.decode_speed smollm2-135m --gguf smollm2-f32.gguf     llama.cpp too, where llama_cpp is installed
+
+Every way reads the prompt and then decodes greedily, token by token; all ways take turns, in changing order, and a
+speed-up is the median over the rounds of the first way's time to this way's in the same round. Targets on two cores
+at context 512, float32: decode 4.0× and prefill 1.5× Hugging Face's with DynamicCache, 0.8 of the read bandwidth.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from kvprobe import fast, models
+from kvprobe.bench import cores, measure_machine
+from kvprobe.console import emit
+from kvprobe.decoder import Decoder, from_hf
+from kvprobe.errors import KvprobeError
+from kvprobe.generate import stream
+from kvprobe.results import Result, Row, run_record
+from kvprobe.roofline import Shape
+from kvprobe.subject import prepare
+from kvprobe.unpretrained import load_random
+
+# seconds of the prefill and of each decode step of one run
+Run = Callable[[], list[float]]
+
+
+def run(
+    model: str,
+    *,
+    random_weights: bool = False,
+    text: str = "bundled",
+    n_prompt: int = 512,
+    n_new: int = 65,
+    dtype: str = "float32",
+    threads: int | None = None,
+    repeats: int = 5,
+    compiled: bool = False,
+    gguf: str | None = None,
+) -> Result:
+    """Rows ``phase, way, ms_median, ms_low, ms_high, tokens_per_s, speedup, fraction_of_bandwidth``.
+
+    Milliseconds of one decode step, or of the whole prefill; quartiles over all steps of all rounds. The fraction is
+    of the best rate at which a kernel reads memory here, by the bytes that no step can do without; null for prefill.
+    """
+    if n_new < 2:
+        raise ValueError(f"n_new must be at least 2 (one token is prefill's), got {n_new}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or cores())
+    try:
+        if random_weights:
+            loaded = load_random(model, dtype=dtype, device="cpu")
+            ids = torch.randint(loaded.model.config.vocab_size, (1, n_prompt), generator=torch.manual_seed(0))
+        else:
+            subject = prepare(model, text=text, tokens=n_prompt, dtype=dtype, device="cpu")
+            loaded, ids = subject.loaded, subject.input_ids
+        decoder = from_hf(loaded.model)
+        decoder.check_length(n_prompt + n_new)
+        ways, steps, start_ups = _ways(loaded, decoder, ids, n_new, compiled=compiled, gguf=gguf)
+        machine = measure_machine(getattr(torch, dtype))
+        taken = _in_turns(ways, repeats)
+        # a shared machine drifts: what it could do before and after
+        machine = machine.best_of(measure_machine(getattr(torch, dtype)))
+        settings = _settings(loaded) | {"n_prompt": n_prompt, "n_new": n_new, "repeats": repeats}
+        record = run_record(settings, steps=steps, start_up_s=start_ups, threads=torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    moved = Shape.of(decoder).decode(n_prompt + n_new // 2).bytes_moved
+    rows = _rows(taken, n_prompt=n_prompt, bytes_moved=moved, bandwidth=machine.ceilings.bandwidth)
+    return Result("decode_speed", rows, record | {"machine": machine.record()})
+
+
+def _ways(
+    loaded: models.Loaded, decoder: Decoder, ids: Tensor, n_new: int, *, compiled: bool, gguf: str | None
+) -> tuple[dict[str, Run], dict[str, str], dict[str, float]]:
+    """What is compared, which decode step each of ours takes, and what making it ready took in seconds."""
+    ways: dict[str, Run] = {
+        "Hugging Face, DynamicCache": partial(_hugging_face, loaded.model, ids, n_new),
+        "Hugging Face, StaticCache": partial(_hugging_face, loaded.model, ids, n_new, static=True),
+    }
+    if compiled:
+        ways["Hugging Face, StaticCache compiled"] = partial(
+            _hugging_face, loaded.model, ids, n_new, static=True, compiled=True
+        )
+    steps, start_ups = {}, {}
+    kinds: dict[str, fast.Kind] = {"ours, torch step": "torch", "ours, fastest step": "auto"}
+    for way, kind in kinds.items():
+        cache = decoder.full_cache(ids.shape[1] + n_new)
+        step = fast.stepper(decoder, cache, kind=kind)
+        ways[way] = partial(_ours, decoder, ids, n_new, cache, step)
+        steps[way], start_ups[way] = step.name, round(step.start_up_s, 3)
+    if gguf is not None:
+        ways["llama.cpp"] = _llama_cpp(gguf, ids, n_new)
+    return ways, steps, start_ups
+
+
+def _hugging_face(model: Any, ids: Tensor, n_new: int, *, static: bool = False, compiled: bool = False) -> list[float]:
+    from transformers import StoppingCriteriaList
+
+    stamps = [time.perf_counter()]
+
+    def watch(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        # called after each token
+        stamps.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=n_new,
+        min_new_tokens=n_new,
+        do_sample=False,
+        pad_token_id=0,
+        cache_implementation="static" if static else None,
+        disable_compile=not compiled,
+        stopping_criteria=StoppingCriteriaList([watch]),
+    )
+    return [after - before for before, after in pairwise(stamps)]
+
+
+def _ours(decoder: Decoder, ids: Tensor, n_new: int, cache: Any, step: fast.Stepper) -> list[float]:
+    steps = stream(decoder, ids.tolist(), max_new_tokens=n_new, cache=cache, stepper=step)
+    return [each.ms / 1000 for each in steps]
+
+
+def _llama_cpp(gguf: str, ids: Tensor, n_new: int) -> Run:
+    try:
+        from llama_cpp import Llama
+    except ImportError as error:
+        raise KvprobeError("llama.cpp cannot be timed: the package llama_cpp is not installed here") from error
+    n_threads, prompt = torch.get_num_threads(), ids[0].tolist()
+    llama = Llama(
+        gguf, n_ctx=len(prompt) + n_new, n_batch=len(prompt), n_threads=n_threads, n_threads_batch=n_threads,
+        verbose=False,
+    )  # fmt: skip
+
+    def once() -> list[float]:
+        llama.reset()
+        taken, tokens = [], prompt
+        for _ in range(n_new):
+            started = time.perf_counter()
+            llama.eval(tokens)
+            tokens = [llama.sample(temp=0.0)]
+            taken.append(time.perf_counter() - started)
+        return taken
+
+    return once
+
+
+def _in_turns(ways: dict[str, Run], repeats: int) -> dict[str, list[list[float]]]:
+    for once in ways.values():
+        once()
+    taken: dict[str, list[list[float]]] = {way: [] for way in ways}
+    for turn in range(repeats):
+        for way in list(ways)[:: -1 if turn % 2 else 1]:
+            taken[way].append(ways[way]())
+    return taken
+
+
+def _rows(taken: dict[str, list[list[float]]], *, n_prompt: int, bytes_moved: int, bandwidth: float) -> list[Row]:
+    rows: list[Row] = []
+    reference = next(iter(taken.values()))
+    for phase, start, stop, n_tokens in (("prefill", 0, 1, n_prompt), ("decode", 1, None, 1)):
+        for way, rounds in taken.items():
+            seconds = [second for each in rounds for second in each[start:stop]]
+            # one run has no quartiles
+            low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+            pairs = zip(reference, rounds, strict=True)
+            speedups = [statistics.median(its[start:stop]) / statistics.median(ours[start:stop]) for its, ours in pairs]
+            row = {"phase": phase, "way": way, "ms_median": 1e3 * median, "ms_low": 1e3 * low, "ms_high": 1e3 * high}
+            row |= {"tokens_per_s": n_tokens / median, "speedup": statistics.median(speedups)}
+            fraction = bytes_moved / median / bandwidth if phase == "decode" else None
+            rows.append(row | {"fraction_of_bandwidth": fraction})
+    return rows
+
+
+def _settings(loaded: models.Loaded) -> dict[str, Any]:
+    names = ("name", "revision", "source", "dtype", "device")
+    return {"model" if name == "name" else name: getattr(loaded, name) for name in names}
+
+
+@click.command(help=__doc__)
+@click.argument("model", default="smollm2-135m")
+@click.option("--random-weights", is_flag=True, help="Take MODEL's shape alone.")
+@click.option("--text", default="bundled", show_default=True)
+@click.option("--prompt", "n_prompt", type=int, default=512, show_default=True, help="Tokens of the prompt.")
+@click.option("--new", "n_new", type=int, default=65, show_default=True, help="Tokens after it.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--threads", type=int, help="Of torch and of everything else.  [default: all cores]")
+@click.option("--repeats", type=int, default=5, show_default=True)
+@click.option("--compiled", is_flag=True, help="Hugging Face's StaticCache compiled too: minutes of compilation.")
+@click.option("--gguf", type=click.Path(exists=True, dir_okay=False), help="The same weights for llama.cpp.")
+@click.option("--save/--no-save", default=True, help="Keep results/decode_speed.{csv,json}.")
+def main(save: bool, **options: Any) -> None:
+    """Print the table and keep it."""
+    result = run(options.pop("model"), **options)
+    emit(result, format_="table", out=None, columns=list(result.rows[0]))
+    if save:
+        result.save("results/decode_speed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""How is a decoder's step laid out for the kernels? A plan of pieces, one table of addresses, and threads.
+
+Matrices are the decoder's own storage; vectors (norms, biases: thousandths of the weights) are copied to float32 once,
+with the norms' offset added. A step is therefore of the weights as they were when it was made.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvprobe import kernels as k
+from kvprobe.caches import KVCache, RollingCache
+from kvprobe.config import Rotary
+from kvprobe.decoder import Block, Decoder, Norm
+from kvprobe.team import Arena, Team
+
+# What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads waiting at a phase's end.
+PIECE_BYTES = 96 * 1024
+
+
+class NumbaStep:
+    """The whole decode step compiled, float32 between weights and cache of float32 or bfloat16. Batch 1, on a CPU.
+
+    As many threads as torch has. The logits are float32. Beyond the decoder and the cache it holds the plan, some
+    vectors and, a thread, scratch for one head's scores. See :func:`kvprobe.fast.stepper`.
+    """
+
+    name = "numba"
+    note: str | None = None
+    start_up_s = 0.0
+
+    def __init__(self, decoder: Decoder, cache: KVCache, *, n_threads: int | None = None) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._arena = Arena()
+        self._plan = _Plan(decoder, cache, self._arena, n_threads or torch.get_num_threads())
+        self._table = self._plan.table
+        zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+        kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
+        self._team = Team(n_threads or torch.get_num_threads(), self._table, kinds, self._arena)
+        # nothing stands open yet: this compiles, or reads what an earlier process compiled
+        k.work(self._table, 1, *kinds)
+
+    @torch.no_grad()
+    def step(self, token: Tensor) -> Tensor:
+        """As :class:`kvprobe.fast.Stepper` says; ``[1, vocab]`` in float32."""
+        decoder, cache, table = self._decoder, self._cache, self._table
+        if token.shape != (1,) or not 0 <= int(token) < decoder.config.vocab:
+            raise ValueError(f"one token id below {decoder.config.vocab} is expected, got {token.tolist()}")
+        length = cache.length
+        decoder.check_length(length + 1, cache)
+        cache.begin(1, 1)
+        position = int(cache.positions(1))
+        self._plan.enter(int(token), position)
+        table[k.LENGTH] = length
+        table[k.LAG] = self._plan.turn_sinks(cache)
+        self._team.run()
+        cache.end()
+        return self._plan.logits.clone()[None]
+
+
+class _Plan:
+    """The pieces of one step in order, and the table that the kernels read."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, arena: Arena, n_threads: int) -> None:
+        config = self.config = decoder.config
+        self.decoder, self.arena, self.n_threads = decoder, arena, n_threads
+        self.item = decoder.embedding.weight.element_size()
+        self.pieces: list[list[int]] = []
+        width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        self.x, self.qkv, self.added = (arena.floats(n) for n in (config.hidden, width, config.hidden))
+        self.mixed, self.gated = arena.floats(config.n_heads * config.head_dim), arena.floats(config.mlp_width)
+        self.logits = arena.floats(config.vocab)
+        # of each kind of layer: cosines and sines of the token's position, and of the sinks' lag
+        self.ropes: dict[Rotary, Tensor] = {}
+        self.angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
+        for layer in range(config.n_layers):
+            rotary, rope = config.rotary_of(layer), config.rope_of(layer, decoder.embedding.weight.device)
+            if rotary is not None and rope is not None and rotary not in self.ropes:
+                self.ropes[rotary] = rope.inv_freq
+                self.angles[rotary] = (
+                    arena.floats(config.head_dim).reshape(2, -1),
+                    arena.floats(config.head_dim).reshape(2, -1),
+                )
+        layers = arena.words(config.n_layers * k.LAYER_ROW).reshape(config.n_layers, k.LAYER_ROW)
+        for layer, block in enumerate(decoder.blocks):
+            self._block(layer, block)
+            layers[layer] = self._layer_row(layer, block, cache)
+        self._phase(
+            [(decoder.embedding if config.tied_head else decoder.head, self.logits)],
+            source=self.x,
+            norm=decoder.norm,
+            mode=k.STORE if config.final_softcap is None else k.CAP,
+        )
+        plan = np.array(self.pieces, dtype=np.int64)
+        arena.kept += [plan, layers]
+        numbers = arena.vector(torch.tensor([config.norm_eps, config.final_softcap or 0.0]))
+        max_rows = int((plan[:, k.LAST] - plan[:, k.FIRST]).max())
+        slots = max(keys.shape[2] for keys in cache.keys)
+        # each thread's own cache lines
+        scratch = 64 * -(-4 * (config.hidden + max_rows + max(slots, config.head_dim) + 16) // 64)
+        counters = arena.words(24)
+        given = {
+            k.PLAN: plan.ctypes.data,
+            k.TOTAL: len(plan),
+            k.TAKEN: counters.ctypes.data,
+            k.DONE: counters.ctypes.data + 64,
+            k.LIMIT: counters.ctypes.data + 128,
+            k.SCRATCH: arena.floats(n_threads * scratch // 4).data_ptr(),
+            k.SCRATCH_BYTES: scratch,
+            k.WEIGHT_BYTES: self.item,
+            k.CACHE_BYTES: cache.keys[0].element_size(),
+            k.IS_LAYER_NORM: config.norm == "layer",
+            k.HIDDEN: config.hidden,
+            k.N_HEADS: config.n_heads,
+            k.N_KV_HEADS: config.n_kv_heads,
+            k.HEAD_DIM: config.head_dim,
+            k.N_SINK: cache.n_sink,
+            k.LAYERS: layers.ctypes.data,
+            k.NUMBERS: numbers,
+            k.QKV: self.qkv.data_ptr(),
+            k.MAX_ROWS: max_rows,
+        }
+        self.table = arena.words(k.TABLE)
+        for place, value in given.items():
+            self.table[place] = value
+
+    def enter(self, token: int, position: int) -> None:
+        """The embedding, and the angles of ``position``: as the decoder makes them, of one token."""
+        config, decoder = self.config, self.decoder
+        self.x.copy_(decoder.embedding.weight[token])
+        if config.embedding_scale != 1:
+            self.x *= torch.tensor(config.embedding_scale, dtype=decoder.embedding.weight.dtype).item()
+        if config.rotary is None:
+            self.x += decoder.position.weight[position]
+        for rotary, (angles, _) in self.angles.items():
+            self._angles(angles, rotary, position, rotary.scale)
+
+    def turn_sinks(self, cache: KVCache) -> int:
+        """How far a rolling cache with cache positions must turn its sinks before they are read; 0 for the others."""
+        # the step is the other half of this cache: it writes its buffers
+        if not isinstance(cache, RollingCache) or not cache._made:
+            return 0
+        lag = cache._lag(1)[0]
+        if lag:
+            for rotary, (_, angles) in self.angles.items():
+                self._angles(angles, rotary, lag, 1.0)
+        return lag
+
+    def _angles(self, into: Tensor, rotary: Rotary, position: int, scale: float) -> None:
+        angle = self.ropes[rotary] * float(position)
+        torch.cos(angle, out=into[0])
+        torch.sin(angle, out=into[1])
+        if scale != 1:
+            into *= scale
+
+    def _block(self, layer: int, block: nn.Module) -> None:
+        assert isinstance(block, Block)
+        config, attention, mlp = self.config, block.attention, block.mlp
+        heads, parts = [attention.query, attention.key, attention.value], []
+        for module, start in zip(heads, self._starts(), strict=True):
+            parts.append((module, self.qkv[start:]))
+        self._phase(parts, source=self.x, norm=block.attention_norm)
+        self._heads(k.PLACE, layer, config.n_kv_heads)
+        self._heads(k.ATTEND, layer, config.n_heads, target=self.mixed)
+        self._add(attention.out, self.mixed, block.attention_post_norm)
+        if config.activation == "gelu_tanh":
+            self._phase([(mlp.up, self.gated)], source=self.x, norm=block.mlp_norm, mode=k.GELU)
+        else:
+            mode = k.SILU if config.activation == "swiglu" else k.GELU
+            self._phase([(mlp.gate, self.gated)], source=self.x, norm=block.mlp_norm, mode=mode, second=mlp.up)
+        self._add(mlp.down, self.gated, block.mlp_post_norm)
+
+    def _starts(self) -> tuple[int, int, int]:
+        config = self.config
+        return 0, config.n_heads * config.head_dim, (config.n_heads + config.n_kv_heads) * config.head_dim
+
+    def _add(self, module: nn.Module, source: Tensor, post_norm: nn.Module) -> None:
+        """A product added to what passes by, normed before if the model does."""
+        if isinstance(post_norm, nn.Identity):
+            self._phase([(module, self.x)], source=source, mode=k.ADD)
+            return
+        self._phase([(module, self.added)], source=source)
+        self._piece(len(self.pieces), k.ADD_NORMED, 0, 1, source=self.added, target=self.x, norm=post_norm)
+
+    def _heads(self, op: int, layer: int, n_heads: int, target: Tensor | None = None) -> None:
+        need = len(self.pieces)
+        for head in range(n_heads):
+            self._piece(need, op, head, head + 1, layer=layer, target=target)
+
+    def _phase(
+        self,
+        products: Sequence[tuple[Any, Tensor]],
+        *,
+        source: Tensor,
+        norm: nn.Module | None = None,
+        mode: int = k.STORE,
+        second: Any = None,
+    ) -> None:
+        """Matrices that read the same vector, cut into pieces of about `PIECE_BYTES`, as many for each thread."""
+        need, starts = len(self.pieces), 0 if norm is None else self._norm(norm)
+        for module, target in products:
+            weight = module.weight
+            n_out, n_in = weight.shape
+            matrix, turned = self.arena.matrix(weight)
+            other, turned_too = (0, turned) if second is None else self.arena.matrix(second.weight)
+            if second is not None and (turned or turned_too):
+                # only GPT-2 stores [in, out], and it has no gate
+                matrix, _ = self.arena.matrix(weight.contiguous())
+                other, _ = self.arena.matrix(second.weight.contiguous())
+                turned = False
+            biases = [each.bias for each in (module, second) if getattr(each, "bias", None) is not None]
+            bias = self.arena.vector(*biases) if biases else 0
+            op = k.GATED if second is not None else k.COLUMNS if turned else k.ROWS
+            n_bytes = n_out * n_in * self.item * (1 if second is None else 2)
+            per_thread = max(1, round(n_bytes / PIECE_BYTES / self.n_threads))
+            # rows come in fours; columns should be as wide as they can
+            count = min(self.n_threads * (1 if turned else per_thread), max(1, n_out // 4))
+            edges = [min(n_out, 4 * round(n_out * i / count / 4)) for i in range(count)] + [n_out]
+            stride = n_out if second is not None else weight.stride(1) if turned else n_in
+            addresses = source.data_ptr(), target.data_ptr()
+            for first, last in pairwise(edges):
+                if first < last:
+                    self.pieces.append(
+                        [need, op, first, last, matrix, other, n_in, stride, *addresses, starts, bias, mode, 0]
+                    )
+
+    def _piece(
+        self,
+        need: int,
+        op: int,
+        first: int,
+        last: int,
+        *,
+        layer: int = 0,
+        source: Tensor | None = None,
+        target: Tensor | None = None,
+        norm: nn.Module | None = None,
+    ) -> None:
+        row = [0] * k.ROW
+        row[k.NEED], row[k.OP], row[k.FIRST], row[k.LAST], row[k.LAYER] = need, op, first, last, layer
+        row[k.SOURCE] = 0 if source is None else source.data_ptr()
+        row[k.TARGET] = 0 if target is None else target.data_ptr()
+        row[k.NORM] = 0 if norm is None else self._norm(norm)
+        self.pieces.append(row)
+
+    def _norm(self, norm: Any) -> int:
+        if isinstance(norm, Norm):
+            return self.arena.vector(norm.weight.float() + norm.offset)
+        return self.arena.vector(norm.weight, norm.bias)
+
+    def _layer_row(self, layer: int, block: nn.Module, cache: KVCache) -> list[int]:
+        config, row = self.config, [0] * k.LAYER_ROW
+        attention: Any = block.attention
+        made = getattr(cache, "_made", None)
+        self.arena.kept += [cache.keys[layer], cache.values[layer], made]
+        row[k.KEYS], row[k.VALUES] = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
+        row[k.MADE] = made[layer].data_ptr() if made else 0
+        row[k.SLOTS] = cache.keys[layer].shape[2]
+        row[k.LOCAL] = (config.windows[layer] if config.windows else None) or 0
+        rotary = config.rotary_of(layer)
+        if rotary is not None:
+            row[k.ROTARY] = k.INTERLEAVED if rotary.interleaved else k.HALVES
+            angles, lag_angles = self.angles[rotary]
+            row[k.ANGLES], row[k.LAG_ANGLES] = angles.data_ptr(), lag_angles.data_ptr()
+        if config.qk_norm:
+            row[k.QUERY_NORM], row[k.KEY_NORM] = self._norm(attention.query_norm), self._norm(attention.key_norm)
+        row[k.SCALE] = int(np.float32(attention.scale).view(np.int32))
+        return row

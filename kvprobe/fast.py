@@ -1,0 +1,129 @@
+"""Which decode step is the fastest here, and the same? One small interface, chosen once, named in every run record.
+
+    step = fast.stepper(decoder, cache)
+    logits = step.step(token)          # as generate.decode; step.name is "numba" or "torch"
+
+The torch step is the readable decoder itself. The numba step (:mod:`kvprobe.kernels`) reads the same weights and
+writes the same cache buffers, so the two can take turns.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kvprobe.attention import AttentionCall
+from kvprobe.caches import FullCache, KVCache, RollingCache
+from kvprobe.decoder import Attend, Decoder
+
+Kind = Literal["auto", "numba", "torch"]
+
+
+class Stepper(Protocol):
+    """A decode step bound to one decoder and one cache.
+
+    ``name`` is "numba" or "torch"; ``note`` says why it is not the fastest, or None; ``start_up_s`` the seconds that
+    making it ready took, compilation included.
+    """
+
+    name: str
+    note: str | None
+    start_up_s: float
+
+    def step(self, token: Tensor) -> Tensor:
+        """Feed one token a row, ``[batch]``, after what the cache holds; the next logits, ``[batch, vocab]``.
+
+        Raises ValueError, before anything is written, where the cache or the model's positions do not suffice.
+        """
+        ...
+
+
+class TorchStep:
+    """The decoder as it stands, for any batch, device and ``attend``."""
+
+    name = "torch"
+    start_up_s = 0.0
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, *, attend: Attend = AttentionCall.attend, note: str | None = None
+    ) -> None:
+        self.note = note
+        self._decoder, self._cache, self._attend = decoder, cache, attend
+
+    @torch.no_grad()
+    def step(self, token: Tensor) -> Tensor:
+        """As :class:`Stepper` says, in the weights' dtype."""
+        x = self._decoder.body(token[:, None], cache=self._cache, attend=self._attend)
+        return self._decoder.logits(x[:, -1])
+
+
+def stepper(decoder: Decoder, cache: KVCache, *, attend: Attend | None = None, kind: Kind = "auto") -> Stepper:
+    """The fastest step that does the same, or the ``kind`` asked for.
+
+    Raises ValueError where "numba" is asked for and cannot be, saying why.
+    """
+    if kind not in ("auto", "numba", "torch"):
+        raise ValueError(f"the decode step is auto, numba or torch, got {kind!r}")
+    why_not = None if kind == "torch" else obstacle(decoder, cache, attend)
+    if kind == "numba" and why_not:
+        raise ValueError(f"the numba step cannot be used: {why_not}")
+    if kind == "torch" or why_not:
+        note = why_not and f"decode step: torch, since {why_not}"
+        return TorchStep(decoder, cache, attend=attend or AttentionCall.attend, note=note)
+    started = time.perf_counter()
+    try:
+        from kvprobe.compiled import NumbaStep
+    except ImportError as error:
+        # installed, but not for this numpy or this Python
+        why_not = f"numba cannot be imported ({error})"
+        if kind == "numba":
+            raise ValueError(f"the numba step cannot be used: {why_not}") from error
+        return TorchStep(decoder, cache, note=f"decode step: torch, since {why_not}")
+    step = NumbaStep(decoder, cache)
+    step.start_up_s = time.perf_counter() - started
+    return step
+
+
+@contextmanager
+def one_thread(step: Stepper | None) -> Iterator[None]:
+    """Inside, torch works on one thread if ``step`` has threads of its own.
+
+    Two pools on the same cores take turns at them: the few small operations between two compiled steps would cost
+    more than the steps.
+    """
+    n_threads = torch.get_num_threads()
+    if step is None or step.name == "torch" or n_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+def obstacle(decoder: Decoder, cache: KVCache, attend: Attend | None = None) -> str | None:
+    """Why the numba step cannot stand in for this decoder on this cache; None where it can."""
+    weights = {parameter.dtype for parameter in decoder.parameters()}
+    plain = (torch.float32, torch.bfloat16)
+    if attend is not None:
+        return "attention is replaced"
+    if cache.batch != 1 or cache.pads is not None:
+        return f"it takes one row without padding, not a batch of {cache.batch}"
+    if type(cache) not in (FullCache, RollingCache):
+        return f"it does not know the cache {type(cache).__name__}"
+    if any(parameter.device.type != "cpu" for parameter in decoder.parameters()) or cache.keys[0].device.type != "cpu":
+        return "the model is not on the CPU"
+    if len(weights) != 1 or not weights <= {*plain} or cache.keys[0].dtype not in plain:
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in weights | {cache.keys[0].dtype})
+        return f"it reads float32 or bfloat16, not {' and '.join(names)}"
+    if find_spec("numba") is None:
+        return "numba is not installed (pip install 'kvprobe[fast]')"
+    if os.name != "posix":
+        return "it needs a POSIX system"
+    return None

@@ -1,0 +1,397 @@
+"""What is one decode step in machine code? A plan of small pieces, which any number of threads work off with numba.
+
+A step streams every weight once and computes little with it, so what counts is that all threads read memory all the
+time. The plan (:mod:`kvprobe.fast` writes it) is one list of pieces in order: some rows of a matrix, one head of
+attention. A thread takes the next piece by an atomic ticket, waits until the pieces it depends on are done, computes
+it, and counts it as done. There are no barriers and no thread owns a part: one that comes late, or never (in a forked
+child), costs time and nothing else; and each piece is computed in one way, so results do not depend on the threads.
+
+Memory is passed as addresses: views of the very weights and cache buffers, float32 or bfloat16 (as its 16 bits), with
+float32 in between. Nothing here checks an index; the plan is right or wrong.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from kvprobe.machine import (
+    add,
+    at,
+    compiled,
+    compiled_for_numbers,
+    compiled_in_order,
+    narrow,
+    power_of_two,
+    prefetch,
+    read,
+    swap,
+    wide,
+    yield_core,
+)
+
+# One piece: int64 [ROW]. `NEED` counts the pieces that must be done before it.
+NEED, OP, FIRST, LAST, MATRIX, SECOND, WIDTH, STRIDE, SOURCE, TARGET, NORM, BIAS, MODE, LAYER, ROW = range(15)
+# what OP may be: rows or columns of a matrix, the gated pair of them, one key/value head into the cache, one query
+# head's attention, the norm of what is added
+ROWS, COLUMNS, GATED, PLACE, ATTEND, ADD_NORMED = range(6)
+# what MODE may be: how ROWS and COLUMNS end (or, for GATED, which activation)
+STORE, ADD, GELU, SILU, CAP = range(5)
+# What all pieces share: int64 [TABLE], addresses and numbers.
+(
+    PLAN, TOTAL, TAKEN, DONE, LIMIT, SCRATCH, SCRATCH_BYTES, WEIGHT_BYTES, CACHE_BYTES, IS_LAYER_NORM, HIDDEN, N_HEADS,
+    N_KV_HEADS, HEAD_DIM, N_SINK, LAYERS, NUMBERS, LENGTH, LAG, QKV, HEADS, MAX_ROWS, TABLE,
+) = range(23)  # fmt: skip
+# One layer: int64 [LAYER_ROW]. `ANGLES` and `LAG_ANGLES`: float32 [2, head_dim / 2], cosines and sines.
+KEYS, VALUES, MADE, SLOTS, LOCAL, ROTARY, ANGLES, LAG_ANGLES, QUERY_NORM, KEY_NORM, SCALE, LAYER_ROW = range(12)
+# float32 [2]: the norms' epsilon and the bound of the logits
+EPS, SOFTCAP = range(2)
+# from this width a float32 row is read by itself; the numbers of each of four rows that are read in turn
+LONG_ROW, STRIP = 256, 64
+# what ROTARY may be
+HALVES, INTERLEAVED = 1, 2
+
+_F = np.float32
+_LOG2_E, _LN2_HIGH, _LN2_LOW = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4)
+_GELU_A, _GELU_B = _F(0.7978845608028654), _F(0.044715)
+_ZERO, _HALF, _ONE, _TWO = _F(0), _F(0.5), _F(1), _F(2)
+_LOWEST, _HIGHEST = _F(-87.3), _F(88.0)
+_WORD = np.int64(0)
+
+
+@compiled
+def _wait(counter: int, wanted: int) -> None:
+    spins = 0
+    while read(counter) < wanted:
+        spins += 1
+        # the thread waited for may need this very core
+        if spins > 2000:
+            yield_core()
+
+
+@compiled
+def _take(taken: int, limit: int) -> int:
+    while True:
+        ticket = read(taken)
+        if ticket >= limit:
+            return -1
+        if swap(taken, ticket, ticket + 1):
+            return ticket
+
+
+@compiled_in_order
+def _exp(x: Any) -> Any:
+    """To 1e-7 of itself (Cephes' polynomial), of what the compiler can do eight at a time."""
+    x = _LOWEST if x < _LOWEST else x
+    x = _HIGHEST if x > _HIGHEST else x
+    power = np.floor(x * _LOG2_E + _HALF)
+    rest = (x - power * _LN2_HIGH) - power * _LN2_LOW
+    sum_ = _F(1.9875691500e-4)
+    sum_ = sum_ * rest + _F(1.3981999507e-3)
+    sum_ = sum_ * rest + _F(8.3334519073e-3)
+    sum_ = sum_ * rest + _F(4.1665795894e-2)
+    sum_ = sum_ * rest + _F(1.6666665459e-1)
+    sum_ = sum_ * rest + _F(5.0000001201e-1)
+    return ((sum_ * rest) * rest + rest + _ONE) * power_of_two(power)
+
+
+@compiled_in_order
+def _tanh(x: Any) -> Any:
+    return _ONE - _TWO / (_exp(_TWO * x) + _ONE)
+
+
+@compiled_in_order
+def _gelu(x: Any) -> Any:
+    return _HALF * x * (_ONE + _tanh(_GELU_A * (x + _GELU_B * x * x * x)))
+
+
+@compiled_in_order
+def _silu(x: Any) -> Any:
+    return x / (_ONE + _exp(-x))
+
+
+@compiled
+def _dots(matrix: int, size: int, n_rows: int, width: int, vector: Any, out: Any, zero: Any) -> None:
+    """``out[r] = sum over k of matrix[r, k] * vector[k]``.
+
+    One row after the other is one stream, which the processor itself reads ahead, as long as a row is long enough to
+    pay for the sum over its lanes. Four short or 16-bit rows share that and what the vector costs; then reading ahead
+    must be asked for. (Measured on a Zen 3: 18 GB/s of float32 a row at a time and 16 by fours, of bfloat16 16 and 19.)
+    """
+    row, stride = 0, width * size
+    if size == 4 and width >= LONG_ROW:
+        for r in range(n_rows):
+            w0, a0 = at(matrix + r * stride, zero), _ZERO
+            for k in range(width):
+                a0 += wide(w0[k]) * vector[k]
+            out[r] = a0
+        return
+    while row + 4 <= n_rows:
+        block = matrix + row * stride
+        w0, w1, w2, w3 = (
+            at(block, zero),
+            at(block + stride, zero),
+            at(block + 2 * stride, zero),
+            at(block + 3 * stride, zero),
+        )
+        a0, a1, a2, a3 = _ZERO, _ZERO, _ZERO, _ZERO
+        first = 0
+        while first < width:
+            last = min(first + STRIP, width)
+            for line in range(4 * (stride + first * size), 4 * (stride + last * size), 64):
+                prefetch(block + line)
+            for k in range(first, last):
+                x = vector[k]
+                a0 += wide(w0[k]) * x
+                a1 += wide(w1[k]) * x
+                a2 += wide(w2[k]) * x
+                a3 += wide(w3[k]) * x
+            first = last
+        out[row], out[row + 1], out[row + 2], out[row + 3] = a0, a1, a2, a3
+        row += 4
+    while row < n_rows:
+        w0, a0 = at(matrix + row * stride, zero), _ZERO
+        for k in range(width):
+            a0 += wide(w0[k]) * vector[k]
+        out[row] = a0
+        row += 1
+
+
+@compiled
+def _mix(matrix: int, size: int, n_rows: int, stride: int, width: int, vector: Any, out: Any, zero: Any) -> None:
+    """``out[c] = sum over r of vector[r] * matrix[r, c]`` of the first ``width`` columns, rows ``stride`` apart."""
+    for c in range(width):
+        out[c] = _ZERO
+    row, step = 0, stride * size
+    while row + 4 <= n_rows:
+        w0 = at(matrix + row * step, zero)
+        w1 = at(matrix + (row + 1) * step, zero)
+        w2 = at(matrix + (row + 2) * step, zero)
+        w3 = at(matrix + (row + 3) * step, zero)
+        x0, x1, x2, x3 = vector[row], vector[row + 1], vector[row + 2], vector[row + 3]
+        for c in range(width):
+            out[c] += x0 * wide(w0[c]) + x1 * wide(w1[c]) + x2 * wide(w2[c]) + x3 * wide(w3[c])
+        row += 4
+    while row < n_rows:
+        w0, x0 = at(matrix + row * step, zero), vector[row]
+        for c in range(width):
+            out[c] += x0 * wide(w0[c])
+        row += 1
+
+
+@compiled_for_numbers
+def _highest(numbers: Any, count: int) -> Any:
+    highest = numbers[0]
+    for k in range(count):
+        highest = numbers[k] if numbers[k] > highest else highest
+    return highest
+
+
+@compiled
+def _norm(source: Any, width: int, norm: int, is_layer_norm: int, eps: Any, out: Any) -> None:
+    """RMSNorm, or LayerNorm; at ``norm`` the weights and, for LayerNorm, after them the biases."""
+    weight = at(norm, _ZERO)
+    mean, square = _ZERO, _ZERO
+    if is_layer_norm:
+        for k in range(width):
+            mean += source[k]
+        mean /= _F(width)
+    for k in range(width):
+        square += (source[k] - mean) * (source[k] - mean)
+    factor = _ONE / np.sqrt(square / _F(width) + eps)
+    if is_layer_norm:
+        bias = at(norm + 4 * width, _ZERO)
+        for k in range(width):
+            out[k] = (source[k] - mean) * factor * weight[k] + bias[k]
+    else:
+        for k in range(width):
+            out[k] = source[k] * factor * weight[k]
+
+
+@compiled
+def _turn(head: Any, head_dim: int, rotary: int, angles: int) -> None:
+    cos, sin = at(angles, _ZERO), at(angles + 2 * head_dim, _ZERO)
+    for j in range(head_dim // 2):
+        first, second = (2 * j, 2 * j + 1) if rotary == INTERLEAVED else (j, j + head_dim // 2)
+        x, y = head[first], head[second]
+        head[first], head[second] = x * cos[j] - y * sin[j], y * cos[j] + x * sin[j]
+
+
+@compiled
+def _finish(piece: Any, table: Any, out: Any) -> None:
+    """What follows a product: the bias, then the activation, the sum with what passes by, or the bound."""
+    first, n_rows, mode = piece[FIRST], piece[LAST] - piece[FIRST], piece[MODE]
+    target = at(piece[TARGET] + 4 * first, _ZERO)
+    if piece[BIAS]:
+        bias = at(piece[BIAS] + 4 * first, _ZERO)
+        for r in range(n_rows):
+            out[r] += bias[r]
+    if mode == STORE:
+        for r in range(n_rows):
+            target[r] = out[r]
+    elif mode == ADD:
+        for r in range(n_rows):
+            target[r] += out[r]
+    elif mode == GELU:
+        for r in range(n_rows):
+            target[r] = _gelu(out[r])
+    elif mode == CAP:
+        cap = at(table[NUMBERS], _ZERO)[SOFTCAP]
+        for r in range(n_rows):
+            target[r] = _tanh(out[r] / cap) * cap
+
+
+@compiled
+def _gated(piece: Any, table: Any, vector: Any, out: Any, zero: Any) -> None:
+    """The same rows of gate and up; activation(gate) · up."""
+    first, width, size = piece[FIRST], piece[WIDTH], table[WEIGHT_BYTES]
+    n_rows = piece[LAST] - first
+    target = at(piece[TARGET] + 4 * first, _ZERO)
+    _dots(piece[MATRIX] + first * width * size, size, n_rows, width, vector, target, zero)
+    _dots(piece[SECOND] + first * width * size, size, n_rows, width, vector, out, zero)
+    if piece[BIAS]:
+        # the gate's, and after all of them the up's
+        gate_bias = at(piece[BIAS] + 4 * first, _ZERO)
+        up_bias = at(piece[BIAS] + 4 * (piece[STRIDE] + first), _ZERO)
+        for r in range(n_rows):
+            target[r] += gate_bias[r]
+            out[r] += up_bias[r]
+    if piece[MODE] == SILU:
+        for r in range(n_rows):
+            target[r] = _silu(target[r]) * out[r]
+    else:
+        for r in range(n_rows):
+            target[r] = _gelu(target[r]) * out[r]
+
+
+@compiled
+def _slot(length: int, n_sink: int, slots: int) -> int:
+    """Where the cache keeps the token of this index (kvprobe.caches: sinks, then a ring)."""
+    return length if length < n_sink else n_sink + (length - n_sink) % (slots - n_sink)
+
+
+@compiled
+def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
+    """One head's new key, normed and turned, and its value into their slot; the sinks turned to where they are seen."""
+    layer = at(table[LAYERS] + 8 * LAYER_ROW * piece[LAYER], _WORD)
+    head_dim, size, n_sink, length = table[HEAD_DIM], table[CACHE_BYTES], table[N_SINK], table[LENGTH]
+    eps = at(table[NUMBERS], _ZERO)[EPS]
+    kv_head, slots = piece[FIRST], layer[SLOTS]
+    key = at(table[QKV] + 4 * head_dim * (table[N_HEADS] + kv_head), _ZERO)
+    value = at(table[QKV] + 4 * head_dim * (table[N_HEADS] + table[N_KV_HEADS] + kv_head), _ZERO)
+    if layer[KEY_NORM]:
+        _norm(key, head_dim, layer[KEY_NORM], table[IS_LAYER_NORM], eps, key)
+    if layer[ROTARY]:
+        _turn(key, head_dim, layer[ROTARY], layer[ANGLES])
+    slot = _slot(length, n_sink, slots)
+    offset = (kv_head * slots + slot) * head_dim * size
+    keys, values = at(layer[KEYS] + offset, zero), at(layer[VALUES] + offset, zero)
+    for d in range(head_dim):
+        keys[d], values[d] = narrow(key[d], zero), narrow(value[d], zero)
+    if layer[MADE]:
+        if length < n_sink:
+            made = at(layer[MADE] + (kv_head * n_sink + length) * head_dim * size, zero)
+            for d in range(head_dim):
+                made[d] = keys[d]
+        if table[LAG]:
+            for sink in range(n_sink):
+                made = at(layer[MADE] + (kv_head * n_sink + sink) * head_dim * size, zero)
+                seen = at(layer[KEYS] + (kv_head * slots + sink) * head_dim * size, zero)
+                for d in range(head_dim):
+                    head[d] = wide(made[d])
+                _turn(head, head_dim, layer[ROTARY], layer[LAG_ANGLES])
+                for d in range(head_dim):
+                    seen[d] = narrow(head[d], zero)
+
+
+@compiled
+def _attend(piece: Any, table: Any, scores: Any, zero: Any) -> None:
+    """One query head over the filled, visible slots of its key/value head."""
+    layer = at(table[LAYERS] + 8 * LAYER_ROW * piece[LAYER], _WORD)
+    head_dim, size, n_sink, length = table[HEAD_DIM], table[CACHE_BYTES], table[N_SINK], table[LENGTH]
+    slots, n_local, q_head = layer[SLOTS], layer[LOCAL], piece[FIRST]
+    eps = at(table[NUMBERS], _ZERO)[EPS]
+    query = at(table[QKV] + 4 * head_dim * q_head, _ZERO)
+    if layer[QUERY_NORM]:
+        _norm(query, head_dim, layer[QUERY_NORM], table[IS_LAYER_NORM], eps, query)
+    if layer[ROTARY]:
+        _turn(query, head_dim, layer[ROTARY], layer[ANGLES])
+    used, first = min(length + 1, slots), 0
+    if n_local > 0:
+        # a ring no longer than the local window holds nothing too old; then only sinks can be
+        first = max(0, min(length + 1 - n_local, n_sink if slots - n_sink <= n_local else length))
+    count = used - first
+    offset = ((q_head * table[N_KV_HEADS] // table[N_HEADS]) * slots + first) * head_dim * size
+    _dots(layer[KEYS] + offset, size, count, head_dim, query, scores, zero)
+    scale = at(table[LAYERS] + 8 * (LAYER_ROW * piece[LAYER] + SCALE), _ZERO)[0]
+    for k in range(count):
+        scores[k] *= scale
+    highest, total = _highest(scores, count), _ZERO
+    for k in range(count):
+        scores[k] = _exp(scores[k] - highest)
+        total += scores[k]
+    output = at(piece[TARGET] + 4 * head_dim * q_head, _ZERO)
+    _mix(layer[VALUES] + offset, size, count, head_dim, head_dim, scores, output, zero)
+    for d in range(head_dim):
+        output[d] /= total
+
+
+@compiled
+def _product(piece: Any, table: Any, vector: Any, out: Any, zero: Any) -> None:
+    first, width, stride, size = piece[FIRST], piece[WIDTH], piece[STRIDE], table[WEIGHT_BYTES]
+    if piece[OP] == ROWS:
+        _dots(piece[MATRIX] + first * width * size, size, piece[LAST] - first, width, vector, out, zero)
+    else:
+        _mix(piece[MATRIX] + first * size, size, width, stride, piece[LAST] - first, vector, out, zero)
+    _finish(piece, table, out)
+
+
+@compiled
+def open_step(shared: Any) -> None:
+    """Let the pieces of one more step be taken; whoever takes one sees all that was written before."""
+    table = at(shared.ctypes.data, _WORD)
+    add(table[LIMIT], table[TOTAL])
+
+
+@compiled
+def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
+    """Take pieces of the step that stands open until none is left; thread 0 returns when all are done.
+
+    ``shared`` is the table, int64 [TABLE]; ``weight_zero`` and ``cache_zero`` are a zero of the type in which weights
+    and cache are stored (float32, or uint16 for bfloat16).
+    """
+    table = at(shared.ctypes.data, _WORD)
+    limit = read(table[LIMIT])
+    start = limit - table[TOTAL]
+    hidden, max_rows = table[HIDDEN], table[MAX_ROWS]
+    scratch = table[SCRATCH] + thread * table[SCRATCH_BYTES]
+    normed, out = at(scratch, _ZERO), at(scratch + 4 * hidden, _ZERO)
+    spare = at(scratch + 4 * (hidden + max_rows), _ZERO)
+    eps, normed_for = at(table[NUMBERS], _ZERO)[EPS], -1
+    while True:
+        ticket = _take(table[TAKEN], limit)
+        if ticket < 0:
+            break
+        piece = at(table[PLAN] + 8 * ROW * (ticket - start), _WORD)
+        _wait(table[DONE], start + piece[NEED])
+        op, vector = piece[OP], at(piece[SOURCE], _ZERO)
+        if piece[NORM]:
+            # each thread for itself, once: shorter than waiting for another to do it
+            if normed_for != piece[NEED]:
+                _norm(vector, hidden, piece[NORM], table[IS_LAYER_NORM], eps, normed)
+                normed_for = piece[NEED]
+            vector = normed
+        if op <= COLUMNS:
+            _product(piece, table, vector, out, weight_zero)
+        elif op == GATED:
+            _gated(piece, table, vector, out, weight_zero)
+        elif op == PLACE:
+            _place(piece, table, spare, cache_zero)
+        elif op == ATTEND:
+            _attend(piece, table, spare, cache_zero)
+        else:
+            target = at(piece[TARGET], _ZERO)
+            for k in range(hidden):
+                target[k] += vector[k]
+        add(table[DONE], 1)
+    if thread == 0:
+        _wait(table[DONE], limit)

@@ -1,0 +1,150 @@
+"""What do the kernels ask of the machine that numba has no word for? Pointers, bfloat16, counters shared by threads.
+
+Kept apart from the kernels, but their cached machine code is looked up by the kernels' own file: after a change here,
+touch that one.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from llvmlite import ir  # type: ignore[import-untyped, import-not-found, unused-ignore]
+from numba import njit, types
+from numba.extending import intrinsic
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _intrinsic(function: Function) -> Callable[..., Any]:
+    # what is called is without the compiler's context
+    made: Callable[..., Any] = intrinsic(function)
+    return made
+
+
+def compiled(function: Function) -> Function:
+    """A kernel. Sums in any order and fused multiply-add; NaN keeps its meaning, so that broken weights show."""
+    return _cached(function, {"reassoc", "contract", "nsz"})
+
+
+def compiled_in_order(function: Function) -> Function:
+    """A kernel that rounds as it is written."""
+    return _cached(function, {"contract"})
+
+
+def compiled_for_numbers(function: Function) -> Function:
+    """A kernel whose result is of no use if there is a NaN: told so, the compiler can compare eight at a time."""
+    return _cached(function, {"reassoc", "nsz", "nnan"})
+
+
+def _cached(function: Function, flags: set[str]) -> Function:
+    # Numba keeps the machine code beside this file or, where that cannot be written, in the user's cache directory,
+    # apart for each processor type. Where neither can be written the step is compiled anew in every process.
+    options = {"fastmath": flags, "nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:
+        return njit(**options)(function)
+
+
+@_intrinsic
+def at(context: Any, address: Any, like: Any) -> Any:
+    """``address`` as a pointer to numbers of the type of ``like``."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like)(types.int64, like), code
+
+
+@_intrinsic
+def wide(context: Any, number: Any) -> Any:
+    """A stored number as float32: bfloat16 is the upper half of it."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if number == types.float32:
+            return arguments[0]
+        word = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(word, ir.FloatType())
+
+    return types.float32(number), code
+
+
+@_intrinsic
+def narrow(context: Any, number: Any, like: Any) -> Any:
+    """A float32 as it is stored: bfloat16 is rounded to the nearest, ties to even, NaN stays NaN."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if like == types.float32:
+            return arguments[0]
+        word = ir.IntType(32)
+        bits = builder.bitcast(arguments[0], word)
+        high = builder.lshr(bits, word(16))
+        odd = builder.and_(high, word(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
+        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+        return builder.trunc(builder.select(is_nan, word(0x7FC0), rounded), ir.IntType(16))
+
+    return like(types.float32, like), code
+
+
+@_intrinsic
+def power_of_two(context: Any, exponent: Any) -> Any:
+    """2 to a whole float32 between -126 and 127."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        biased = builder.add(builder.fptosi(arguments[0], word), word(127))
+        return builder.bitcast(builder.shl(biased, word(23)), ir.FloatType())
+
+    return types.float32(types.float32), code
+
+
+@_intrinsic
+def prefetch(context: Any, address: Any) -> Any:
+    """Ask for the cache line at ``address``, which need not exist."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        call = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        # to be read, into the nearest cache, data
+        builder.call(call, [builder.inttoptr(arguments[0], byte), word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@_intrinsic
+def read(context: Any, address: Any) -> Any:
+    """The counter at ``address``, and with it all that was written before it was counted up."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), code
+
+
+@_intrinsic
+def add(context: Any, address: Any, number: Any) -> Any:
+    """Add to the counter at ``address``."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), code
+
+
+@_intrinsic
+def swap(context: Any, address: Any, expected: Any, new: Any) -> Any:
+    """Set the counter at ``address`` to ``new`` if it is ``expected``; whether it was."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        outcome = builder.cmpxchg(pointer, arguments[1], arguments[2], "acq_rel", "acquire")
+        return builder.extract_value(outcome, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), code
+
+
+# gives the core to another thread that waits for one
+yield_core: Callable[..., Any] = types.ExternalFunction("sched_yield", types.int32())

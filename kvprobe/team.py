@@ -1,0 +1,85 @@
+"""Who works off a step's pieces, and what keeps the memory alive that they point into?"""
+
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvprobe import kernels
+
+
+class Arena:
+    """What the addresses in the table point into, kept alive as long as they are used."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def floats(self, count: int) -> Tensor:
+        """A new float32 vector of zeros."""
+        self.kept.append(torch.zeros(count))
+        return self.kept[-1]
+
+    def words(self, count: int) -> Any:
+        """A new int64 vector of zeros, a cache line for each if they are counters."""
+        self.kept.append(np.zeros(count, dtype=np.int64))
+        return self.kept[-1]
+
+    def vector(self, *parts: Tensor) -> int:
+        """The address of a float32 copy of ``parts``, one after the other."""
+        self.kept.append(torch.cat([part.detach().float().reshape(-1) for part in parts]))
+        return int(self.kept[-1].data_ptr())
+
+    def matrix(self, weight: Tensor) -> tuple[int, bool]:
+        """The address of a weight ``[out, in]`` and whether it is stored as ``[in, out]`` (GPT-2's)."""
+        if not weight.is_contiguous() and not (weight.stride(0) == 1 and weight.stride(1) >= weight.shape[0]):
+            weight = weight.contiguous()
+        self.kept.append(weight)
+        return int(weight.data_ptr()), not weight.is_contiguous()
+
+
+class Team:
+    """Threads that wait for a step to open. They hold nothing but the arena, and end with the team."""
+
+    def __init__(self, n_threads: int, table: Any, kinds: tuple[Any, Any], arena: Arena) -> None:
+        self._table, self._kinds = table, kinds
+        self._gates = [threading.Lock() for _ in range(n_threads - 1)]
+        closing = threading.Event()
+        for thread, gate in enumerate(self._gates, start=1):
+            gate.acquire()
+            threading.Thread(
+                target=_serve,
+                args=(gate, closing, table, thread, kinds, arena),
+                name=f"kvprobe step {thread}",
+                daemon=True,
+            ).start()
+        weakref.finalize(self, _close, self._gates, closing)
+
+    def run(self) -> None:
+        """One step, from opening it to its last piece."""
+        kernels.open_step(self._table)
+        for gate in self._gates:
+            _release(gate)
+        kernels.work(self._table, 0, *self._kinds)
+
+
+def _serve(gate: Any, closing: Any, table: Any, thread: int, kinds: tuple[Any, Any], arena: Arena) -> None:
+    while True:
+        gate.acquire()
+        if closing.is_set():
+            return
+        kernels.work(table, thread, *kinds)
+
+
+def _release(gate: Any) -> None:
+    # one that still works at the step before finds the gate open when it returns to it
+    if gate.locked():
+        gate.release()
+
+
+def _close(gates: list[Any], closing: Any) -> None:
+    closing.set()
+    for gate in gates:
+        _release(gate)

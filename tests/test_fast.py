@@ -1,0 +1,416 @@
+import os
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvprobe import fast
+from kvprobe.attention import AttentionCall
+from kvprobe.caches import FullCache
+from kvprobe.decoder import Decoder, DecoderConfig, Rotary, from_hf
+from kvprobe.generate import Sampling, decode, generate, prefill, stream
+from test_decoder import FAMILIES, VARIANTS, rope_decoder
+from tiny import tiny_ids, tiny_model
+
+pytest.importorskip("numba")
+
+LENGTH = 40
+
+
+def numba(decoder, cache, **options):
+    from kvprobe.compiled import NumbaStep
+
+    assert fast.obstacle(decoder, cache) is None
+    return NumbaStep(decoder, cache, **options)
+
+
+def close(got, expected, atol=2e-5):
+    torch.testing.assert_close(got, expected, atol=atol, rtol=1e-5)
+
+
+def same_memory(cache, other, atol=2e-5):
+    assert cache.length == other.length
+    for ours, theirs in zip(cache._buffers(), other._buffers(), strict=True):
+        close(ours, theirs, atol)
+
+
+def side_by_side(decoder, make, ids, *, switch=(), atol=2e-5):
+    """Logits of every token from both steps, each on its own cache; at `switch` they exchange caches."""
+    ours, theirs = make(), make()
+    steps = {id(cache): (numba(decoder, cache), fast.TorchStep(decoder, cache)) for cache in (ours, theirs)}
+    for i, token in enumerate(ids[0]):
+        if i in switch:
+            ours, theirs = theirs, ours
+        got, expected = steps[id(ours)][0].step(token[None]), steps[id(theirs)][1].step(token[None])
+        close(got, expected, atol)
+        assert got.argmax() == expected.argmax()
+        same_memory(ours, theirs, atol)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_the_reference_and_leaves_the_same_cache(family):
+    decoder = from_hf(tiny_model(family))
+    side_by_side(decoder, lambda: decoder.full_cache(LENGTH, bound_local=True), tiny_ids(LENGTH), switch=(7, 20))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_setting_that_changes_the_model_is_followed(variant):
+    family, overrides = VARIANTS[variant]
+    decoder = from_hf(tiny_model(family, **overrides))
+    side_by_side(decoder, lambda: decoder.full_cache(24), tiny_ids(24))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("window", "n_sink"), [(1, 0), (1, 3), (5, 0), (5, 2), (9, 4), (60, 2)])
+def test_rolling_caches_agree_at_every_length_and_can_be_mixed(family, window, n_sink):
+    decoder = from_hf(tiny_model(family))
+    for positions in ("absolute",) if family == "gpt2" else ("absolute", "cache"):
+
+        def make(positions=positions):
+            return decoder.rolling_cache(window, n_sink=n_sink, positions=positions)
+
+        side_by_side(decoder, make, tiny_ids(LENGTH), switch=(2, 11, 23))
+
+
+def test_cache_positions_go_on_without_end_and_agree_after_the_base_has_moved():
+    decoder = rope_decoder(max_positions=16)
+    side_by_side(decoder, lambda: decoder.rolling_cache(4, n_sink=2, positions="cache"), tiny_ids(80), atol=5e-5)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_random_decoders_agree(data):
+    draw = data.draw
+    n_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    n_layers, rotary = draw(st.integers(1, 3)), None
+    if draw(st.booleans()):
+        rotary = Rotary(
+            theta=draw(st.sampled_from([100.0, 10_000.0])),
+            scale=draw(st.sampled_from([1.0, 1.3])),
+            interleaved=draw(st.booleans()),
+        )
+    windows = tuple(draw(st.lists(st.none() | st.integers(1, 9), min_size=n_layers, max_size=n_layers)))
+    config = DecoderConfig(
+        n_layers=n_layers,
+        n_heads=n_kv_heads * group,
+        n_kv_heads=n_kv_heads,
+        # widths that are no multiple of anything, and one beyond a long row
+        head_dim=2 * draw(st.integers(1, 9)),
+        hidden=draw(st.sampled_from([2, 31, 40, 131, 300])),
+        mlp_width=draw(st.sampled_from([1, 7, 48, 129, 257])),
+        vocab=draw(st.sampled_from([97, 103])),
+        max_positions=64,
+        rotary=rotary,
+        local_rotary=None if rotary is None else draw(st.none() | st.just(Rotary(theta=50.0))),
+        windows=windows if any(windows) else (),
+        norm=draw(st.sampled_from(["layer", "rms"])),
+        norm_eps=draw(st.sampled_from([1e-5, 1e-2])),
+        post_norms=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        activation=draw(st.sampled_from(["gelu_tanh", "swiglu", "geglu"])),
+        qkv_bias=draw(st.booleans()),
+        out_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
+        scale=draw(st.none() | st.floats(0.05, 1.0)),
+        scale_by_layer=draw(st.booleans()),
+        embedding_scale=draw(st.sampled_from([1.0, 3.3])),
+        tied_head=draw(st.booleans()),
+        final_softcap=draw(st.none() | st.just(2.0)),
+    )
+    decoder = random_decoder(config)
+    kind = draw(st.sampled_from(["full", "bound", "absolute"] + ["cache"] * (rotary is not None)))
+    window, n_sink, n_threads = draw(st.integers(1, 12)), draw(st.integers(0, 4)), draw(st.integers(1, 3))
+
+    def make():
+        if kind in ("full", "bound"):
+            return decoder.full_cache(24, bound_local=kind == "bound")
+        return decoder.rolling_cache(window, n_sink=n_sink, positions=kind)
+
+    ours, theirs, ids = make(), make(), tiny_ids(24, seed=draw(st.integers(0, 99)))
+    step = numba(decoder, ours, n_threads=n_threads)
+    n_prompt = draw(st.integers(0, 20))
+    for cache in (ours, theirs):
+        if n_prompt:
+            decoder(ids[:, :n_prompt], cache=cache)
+    for token in ids[0, n_prompt:]:
+        # a narrow norm divides by what may be nearly nothing, and magnifies rounding
+        close(step.step(token[None]), decode(decoder, token[None], theirs), atol=1e-4)
+    same_memory(ours, theirs, atol=1e-4)
+
+
+def random_decoder(config, dtype=torch.float32):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        decoder = Decoder(config)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter.add_(
+                    torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
+                )
+    return decoder.to(dtype).eval().requires_grad_(False)
+
+
+def in_bfloat16(decoder):
+    """The decoder with its weights rounded to bfloat16, and the same numbers in float32."""
+    low = from_config(decoder, torch.bfloat16)
+    high = from_config(low, torch.float32)
+    return low, high
+
+
+def from_config(decoder, dtype):
+    made = Decoder(decoder.config)
+    made.load_state_dict(decoder.state_dict())
+    return made.to(dtype).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_weights_are_widened_and_nothing_else(family):
+    low, high = in_bfloat16(from_hf(tiny_model(family)))
+    if low.config.embedding_scale != 1:
+        # a bfloat16 model's scale is rounded too
+        rounded = torch.tensor(low.config.embedding_scale, dtype=torch.bfloat16).item()
+        high.embedding.weight.mul_(rounded / low.config.embedding_scale)
+        if high.config.tied_head:
+            high.logits = lambda x: torch.nn.functional.linear(x, low.embedding.weight.float())
+    shape, ids = low.config.cache_shape, tiny_ids(LENGTH)
+    ours, theirs = FullCache(shape, capacity=LENGTH), FullCache(shape, capacity=LENGTH)
+    step = numba(low, ours)
+    for token in ids[0]:
+        close(step.step(token[None]), decode(high, token[None], theirs), atol=5e-5)
+    same_memory(ours, theirs, atol=5e-5)
+
+
+@pytest.mark.parametrize("positions", ["absolute", "cache"])
+def test_a_bfloat16_cache_holds_what_torch_would_round(positions):
+    low, high = in_bfloat16(rope_decoder(n_kv_heads=2))
+    ids = tiny_ids(30)
+    caches = [each.rolling_cache(6, n_sink=2, positions=positions) for each in (low, low)]
+    step = numba(low, caches[0])
+    for token in ids[0]:
+        got, expected = step.step(token[None]), decode(high, token[None], caches[1])
+        # where two float32 differ by rounding, one in some thousand is stored as the next bfloat16
+        close(got, expected, atol=0.02)
+    for ours, theirs in zip(caches[0]._buffers(), caches[1]._buffers(), strict=True):
+        assert (ours != theirs).float().mean() < 0.02
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=2**-7)
+
+
+def test_bfloat16_rounding_is_torchs_in_every_case():
+    from numba import njit
+
+    from kvprobe.machine import at, narrow, wide
+
+    @njit
+    def convert(source, target, back, count):
+        for i in range(count):
+            at(target, np.uint16(0))[i] = narrow(at(source, np.float32(0))[i], np.uint16(0))
+            at(back, np.float32(0))[i] = wide(at(target, np.uint16(0))[i])
+
+    bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32)
+    # ties, to even above and below, and both infinities, a NaN with a small payload, and subnormals
+    special = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 0x00000001, 0x80008000]
+    numbers = torch.from_numpy(np.concatenate([bits, np.array(special, np.uint32)]).view(np.float32))
+    stored, back = torch.empty_like(numbers, dtype=torch.bfloat16), torch.empty_like(numbers)
+    convert(numbers.data_ptr(), stored.data_ptr(), back.data_ptr(), len(numbers))
+    torch.testing.assert_close(stored, numbers.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(back, stored.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 5])
+def test_threads_change_no_bit_and_end_with_the_step(n_threads):
+    decoder, ids = from_hf(tiny_model("gemma3_text")), tiny_ids(30)
+    before = threading.active_count()
+    alone, together = (numba(decoder, decoder.full_cache(30), n_threads=n) for n in (1, n_threads))
+    assert threading.active_count() == before + n_threads - 1
+    for token in ids[0]:
+        assert torch.equal(alone.step(token[None]), together.step(token[None]))
+    workers = [thread for thread in threading.enumerate() if thread.name.startswith("kvprobe step")]
+    del together
+    for thread in workers:
+        thread.join(timeout=10)
+    assert threading.active_count() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_without_the_threads_still_gets_the_same():
+    decoder, ids = rope_decoder(), tiny_ids(6)
+    step = numba(decoder, decoder.full_cache(6), n_threads=3)
+    expected = decoder(ids)
+    step.step(ids[:, 0])
+    child = os.fork()
+    if child == 0:
+        worst = max((step.step(ids[:, i]) - expected[:, i]).abs().max().item() for i in range(1, 6))
+        os._exit(0 if worst < 1e-5 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for i in range(1, 6):
+        close(step.step(ids[:, i]), expected[:, i])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.3, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generated_tokens_do_not_depend_on_the_step(family, sampling):
+    decoder, prompt = from_hf(tiny_model(family)), tiny_ids(9)[0].tolist()
+    for make in (lambda: decoder.full_cache(60), lambda: decoder.rolling_cache(7, n_sink=2)):
+        ours, theirs = (
+            generate(decoder, [prompt], max_new_tokens=40, cache=make(), sampling=sampling, seed=5, step=step)
+            for step in ("numba", "torch")
+        )
+        assert ours.token_ids == theirs.token_ids
+        # greedy, the tiny Gemma says one thing over and over
+        assert len(set(ours.token_ids[0])) > (3 if sampling.temperature or family != "gemma3_text" else 0)
+
+
+def test_the_step_is_chosen_and_says_why_not():
+    decoder = rope_decoder()
+    one, two = decoder.full_cache(9), decoder.full_cache(9, batch=2)
+    chosen = fast.stepper(decoder, one)
+    assert (chosen.name, chosen.note) == ("numba", None)
+    assert chosen.start_up_s > 0
+    plain = fast.stepper(decoder, one, kind="torch")
+    assert (plain.name, plain.note, plain.start_up_s) == ("torch", None, 0.0)
+    half = from_config(decoder, torch.float16)
+    expected = {
+        "attention is replaced": fast.stepper(decoder, one, attend=AttentionCall.attend),
+        "one row without padding, not a batch of 2": fast.stepper(decoder, two),
+        "float32 or bfloat16, not float16": fast.stepper(
+            half := from_config(decoder, torch.float16), half.full_cache(9)
+        ),
+    }
+    for words, step in expected.items():
+        assert step.name == "torch"
+        assert words in step.note
+    with pytest.raises(ValueError, match="the numba step cannot be used: it takes one row"):
+        fast.stepper(decoder, two, kind="numba")
+    with pytest.raises(ValueError, match="auto, numba or torch, got 'jit'"):
+        fast.stepper(decoder, one, kind="jit")
+
+
+def test_without_numba_the_torch_step_says_so_and_works(monkeypatch):
+    monkeypatch.setattr(fast, "find_spec", lambda name: None)
+    decoder, ids = rope_decoder(), tiny_ids(3)
+    step = fast.stepper(decoder, decoder.full_cache(3))
+    assert step.name == "torch"
+    assert "numba is not installed" in step.note
+    close(torch.stack([step.step(ids[:, i]) for i in range(3)], dim=1), decoder(ids))
+
+
+def test_a_numba_that_does_not_fit_is_as_good_as_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvprobe.compiled", None)
+    decoder = rope_decoder()
+    step = fast.stepper(decoder, decoder.full_cache(1))
+    assert step.name == "torch"
+    assert "numba cannot be imported" in step.note
+
+
+def test_a_substituted_attention_is_called_by_the_torch_step():
+    decoder, ids, layers = rope_decoder(), tiny_ids(2), []
+
+    def watch(call):
+        layers.append(call.layer)
+        return call.attend()
+
+    step = fast.stepper(decoder, decoder.full_cache(2), attend=watch)
+    step.step(ids[:, 0])
+    assert layers == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["numba", "torch"])
+def test_overflow_is_refused_before_anything_is_written(kind):
+    decoder, ids = rope_decoder(max_positions=12), tiny_ids(14)
+    for capacity, n_fed, words in ((5, 5, "holds 5 of 5 tokens"), (20, 12, "13 tokens are more than the model's 12")):
+        cache = decoder.full_cache(capacity)
+        step = fast.stepper(decoder, cache, kind=kind)
+        for i in range(n_fed):
+            step.step(ids[:, i])
+        before = [buffer.clone() for buffer in cache._buffers()]
+        with pytest.raises(ValueError, match=words):
+            step.step(ids[:, n_fed])
+        assert cache.length == n_fed
+        assert all(map(torch.equal, before, cache._buffers()))
+
+
+@pytest.mark.parametrize("token", [-1, 97])
+def test_a_token_that_is_none_is_refused_before_anything_is_written(token):
+    decoder = rope_decoder()
+    cache = decoder.full_cache(5)
+    with pytest.raises(ValueError, match=f"one token id below 97 is expected, got .{token}"):
+        numba(decoder, cache).step(torch.tensor([token]))
+    assert cache.length == 0
+    numba(decoder, cache).step(torch.tensor([96]))
+
+
+def test_logits_given_before_stay_as_they_were():
+    decoder, ids = rope_decoder(), tiny_ids(2)
+    step = numba(decoder, decoder.full_cache(2))
+    first = step.step(ids[:, 0])
+    kept = first.clone()
+    step.step(ids[:, 1])
+    assert torch.equal(first, kept)
+
+
+def test_a_cache_that_is_emptied_starts_again():
+    decoder, ids = rope_decoder(), tiny_ids(12)
+    cache = decoder.rolling_cache(4, n_sink=1, positions="cache")
+    step = numba(decoder, cache)
+    first = [step.step(ids[:, i]) for i in range(12)]
+    cache.reset()
+    assert all(torch.equal(step.step(ids[:, i]), first[i]) for i in range(12))
+
+
+@pytest.mark.parametrize("where", ["attention.key", "mlp.down"])
+def test_a_weight_that_is_not_a_number_shows(where):
+    decoder = rope_decoder()
+    decoder.blocks[1].get_submodule(where).weight[0, 0] = float("nan")
+    logits = numba(decoder, decoder.full_cache(1)).step(torch.tensor([5]))
+    assert not logits.isfinite().all()
+
+
+def test_matrices_are_the_models_own_memory():
+    model = tiny_model("gpt2")
+    decoder = from_hf(model)
+    step, ids = numba(decoder, decoder.full_cache(4)), tiny_ids(4)
+    before = step.step(ids[:, 0])
+    for block in model.transformer.h:
+        block.mlp.c_fc.weight.mul_(1.5)
+        block.attn.c_attn.weight.mul_(0.5)
+    model.transformer.wte.weight.mul_(1.1)
+    step._cache.reset()
+    after = step.step(ids[:, 0])
+    assert (after - before).abs().max() > 0.01
+    close(after, decoder(ids[:, :1])[:, 0])
+
+
+def test_torch_keeps_its_threads():
+    decoder, before = rope_decoder(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in stream(decoder, [[1, 2, 3]], max_new_tokens=4, step="numba"):
+            assert torch.get_num_threads() == 2
+        with fast.one_thread(fast.stepper(decoder, decoder.full_cache(1))):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_interface_waits_for_numba():
+    import subprocess
+
+    code = "import sys, kvprobe.fast, kvprobe.generate; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_prefill_and_steps_share_a_cache():
+    decoder, ids = from_hf(tiny_model("gemma3_text")), tiny_ids(LENGTH)
+    expected = decoder(ids)
+    for n_prompt in (1, 9, 30):
+        cache = decoder.full_cache(LENGTH)
+        close(prefill(decoder, ids[:, :n_prompt], cache), expected[:, n_prompt - 1])
+        step = numba(decoder, cache)
+        for i in range(n_prompt, LENGTH):
+            close(step.step(ids[:, i]), expected[:, i])

@@ -1,0 +1,116 @@
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprobe import linear
+from kvprobe.decoder import from_hf
+from kvprobe.linear import LINEARS, causal_attention, fastest
+from test_decoder import FAMILIES, rope_decoder
+from tiny import tiny_ids, tiny_model
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    length=st.integers(1, 150) | st.sampled_from([63, 64, 65, 128, 129]),
+    n_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    batch=st.integers(1, 2),
+    value_dim=st.integers(1, 9),
+)
+def test_attention_in_blocks_is_causal_attention(length, n_kv_heads, group, batch, value_dim):
+    generator = torch.Generator().manual_seed(length)
+    query = torch.randn(batch, n_kv_heads * group, length, 8, generator=generator)
+    key = torch.randn(batch, n_kv_heads, length, 8, generator=generator)
+    value = torch.randn(batch, n_kv_heads, length, value_dim, generator=generator)
+    got = causal_attention(query, key, value, scale=0.7)
+    shared = [x.repeat_interleave(group, dim=1) for x in (key, value)]
+    expected = F.scaled_dot_product_attention(query, *shared, is_causal=True, scale=0.7)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["torch", "onednn"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_every_product_is_the_linear_map(name, bias, turned):
+    x, weight = torch.randn(2, 70, 33), torch.randn(33, 18).T if turned else torch.randn(18, 33)
+    offset = torch.randn(18) if bias else None
+    got = LINEARS[name](x, weight, offset)
+    torch.testing.assert_close(got, F.linear(x, weight, offset), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_widening_rounds_once_and_only_at_the_end(bias):
+    x, weight = torch.randn(70, 33).bfloat16(), torch.randn(18, 33).bfloat16()
+    offset = torch.randn(18).bfloat16() if bias else None
+    exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    got = LINEARS["widened"](x, weight, offset)
+    assert got.dtype == torch.bfloat16
+    # half a unit in the last of eight bits
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LINEARS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_with_any_product_is_the_same(family, name, monkeypatch):
+    monkeypatch.setattr(linear, "float32_linear", lambda n_threads: "torch" if name == "widened" else name)
+    monkeypatch.setattr(linear, "bfloat16_linear", lambda n_threads: name)
+    decoder, ids = from_hf(tiny_model(family)), tiny_ids(150)
+    expected = decoder(ids)
+    if name != "widened":
+        with fastest(decoder, 150) as used:
+            torch.testing.assert_close(decoder(ids), expected, atol=2e-5, rtol=0)
+        assert used == name
+        return
+    decoder = decoder.bfloat16()
+    plain = decoder(ids)
+    with fastest(decoder, 150) as used:
+        got = decoder(ids)
+    assert used == "widened"
+    # no farther from float32 than torch's own bfloat16 is
+    assert (got - expected).norm() < 1.2 * (plain - expected).norm()
+
+
+def test_short_prompts_and_other_dtypes_stay_with_torch_and_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(linear, "_quickest", lambda *_: pytest.fail("measured"))
+    with fastest(rope_decoder(), 63) as name:
+        assert name == "torch"
+    with fastest(rope_decoder().half(), 500) as name:
+        assert name == "torch"
+
+
+def test_outside_the_block_torch_is_as_it_was_even_after_an_error(monkeypatch):
+    monkeypatch.setattr(linear, "float32_linear", lambda n_threads: "onednn")
+    calls = []
+    monkeypatch.setitem(LINEARS, "onednn", lambda *given: calls.append(1) or F.linear(*given))
+    decoder, ids = rope_decoder(), tiny_ids(70)
+
+    def broken(call):
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"), fastest(decoder, 70):
+        decoder(ids, attend=broken)
+    # query, key and value of the first layer
+    assert len(calls) == 3
+    decoder(ids)
+    assert len(calls) == 3
+
+
+def test_the_faster_one_is_taken_and_a_missing_one_is_not(monkeypatch):
+    def slow(*given):
+        time.sleep(0.004)
+        return F.linear(*given)
+
+    def missing(*given):
+        raise RuntimeError("not built in")
+
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    for fake, expected in ((slow, "torch"), (missing, "torch")):
+        monkeypatch.setitem(LINEARS, "onednn", fake)
+        assert linear._quickest(("torch", "onednn"), x, weight) == expected
+    monkeypatch.setitem(LINEARS, "onednn", F.linear)
+    monkeypatch.setitem(LINEARS, "torch", slow)
+    assert linear._quickest(("torch", "onednn"), x, weight) == "onednn"
