@@ -1,0 +1,281 @@
+"""How long does it take, and how fast can this machine be? Timing, and the machine's own ceilings, measured.
+
+A figure from a data sheet is no ceiling: what counts is the best that real kernels reach on this machine now.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvprobe.errors import KvprobeError
+from kvprobe.progress import Progress, silent
+from kvprobe.roofline import Ceilings
+
+Clock = Callable[[], float]
+
+# several times the last cache level of any processor of today, so that memory is what is read
+BUFFER_BYTES = 512 * 2**20
+SECONDS_A_KERNEL = 0.25
+RELIEF = "a shorter --context, a smaller --batch or --dtype bfloat16"
+# square matrices of these widths, the next one only where the last was quick: some processors multiply bfloat16 a
+# thousand times slower than float32
+GEMM_WIDTHS = (128, 512, 1024, 2048)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The seconds of each run, in order."""
+
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.seconds:
+            raise ValueError("nothing was timed")
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def low(self) -> float:
+        """The lower quartile, seconds; of a single run its own time."""
+        return self._quartile(0)
+
+    @property
+    def high(self) -> float:
+        """The upper quartile, seconds."""
+        return self._quartile(2)
+
+    def _quartile(self, index: int) -> float:
+        if len(self.seconds) == 1:
+            return self.seconds[0]
+        # inclusive: never outside of what was measured
+        return statistics.quantiles(self.seconds, n=4, method="inclusive")[index]
+
+
+def device_clock(device: torch.device | str) -> Clock:
+    """A clock in seconds that waits until ``device`` is done: read before, it measures the launch."""
+    kind = torch.device(device).type
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(kind)
+
+    def now() -> float:
+        if wait is not None:
+            wait()
+        return time.perf_counter()
+
+    return now
+
+
+def timed(
+    run: Callable[[], object],
+    *,
+    clock: Clock = time.perf_counter,
+    repeats: int = 20,
+    seconds: float | None = None,
+    at_least: int = 3,
+    warm_up: int = 1,
+    prepare: Callable[[], object] = lambda: None,
+    tick: Callable[[int], object] = lambda done: None,
+) -> Timing:
+    """Time ``run`` ``repeats`` times after ``warm_up`` runs that do not count.
+
+    After ``seconds`` of counted time it stops early, though not before ``at_least`` runs. ``prepare`` comes before
+    every run, outside of its time; ``tick`` is told the runs done, warm-up included.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    taken: list[float] = []
+    for done in range(warm_up + repeats):
+        enough = len(taken) >= min(at_least, repeats)
+        if seconds is not None and enough and sum(taken) >= seconds:
+            break
+        prepare()
+        started = clock()
+        run()
+        ended = clock()
+        if done >= warm_up:
+            taken.append(ended - started)
+        tick(done + 1)
+    return Timing(tuple(taken))
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates that each kernel reached at best: ``reads`` in bytes/s, ``products`` in FLOP/s."""
+
+    reads: dict[str, float]
+    products: dict[str, float]
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """The best of each."""
+        return Ceilings(bandwidth=max(self.reads.values()), matrix_rate=max(self.products.values()))
+
+    def best_of(self, other: "Machine") -> "Machine":
+        """The higher rate of each kernel: a shared machine drifts, and a ceiling is what it can do."""
+        return Machine(_higher(self.reads, other.reads), _higher(self.products, other.products))
+
+    def record(self) -> dict[str, Any]:
+        """What a run record says: ceilings, ridge point, and which kernels they are the best of."""
+        found = self.ceilings
+        return {
+            "bandwidth_bytes_per_s": found.bandwidth,
+            "matrix_flops_per_s": found.matrix_rate,
+            "ridge_point": found.ridge_point,
+            "bandwidth_kernels": self.reads,
+            "matrix_kernels": self.products,
+            "cores": cores(),
+            "torch_threads": torch.get_num_threads(),
+        }
+
+
+def measure_machine(
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    buffer_bytes: int = BUFFER_BYTES,
+    gemm_widths: Sequence[int] = GEMM_WIDTHS,
+    seconds: float = SECONDS_A_KERNEL,
+    clock: Clock | None = None,
+    progress: Progress = silent,
+) -> Machine:
+    """Read bandwidth, and the rate of matrix products in ``dtype``, by every kernel there is, ``seconds`` each.
+
+    Reading is done by as many threads as there are processors, matrix products by those of torch.
+    """
+    device = torch.device(device)
+    clock = clock or device_clock(device)
+    what = "measuring the machine"
+    reads: dict[str, float] = {}
+    products: dict[str, float] = {}
+    with _readers(device, buffer_bytes) as kernels:
+        for done, (name, run) in enumerate(kernels.items()):
+            progress(what, done, len(kernels) + 1)
+            reads[name] = buffer_bytes / _best(run, clock, seconds)
+    progress(what, len(reads), len(reads) + 1)
+    slow: set[str] = set()
+    for width in gemm_widths:
+        for name, run in _multipliers(dtype, device, width).items():
+            if name not in slow:
+                taken = _best(run, clock, seconds / len(gemm_widths))
+                products[name] = max(products.get(name, 0.0), 2 * width**3 / taken)
+                # the next matrices are up to four times as wide
+                if 64 * taken > 4 * seconds:
+                    slow.add(name)
+    progress(what, len(reads) + 1, len(reads) + 1)
+    return Machine(reads, products)
+
+
+def check_memory(what: str, need: int, device: torch.device | str, *, relief: str = RELIEF) -> None:
+    """Raise KvprobeError, with the estimate, what is free and ``relief``, if ``need`` bytes are not free there."""
+    if torch.device(device).type == "cuda":
+        free, where = torch.cuda.mem_get_info(device)[0], "on the GPU"
+    else:
+        import psutil
+
+        free, where = psutil.virtual_memory().available, "in memory"
+    if need > free:
+        raise KvprobeError(
+            f"{what} would need {need / 2**30:,.2f} GiB and {free / 2**30:,.2f} GiB are free {where}: use {relief}"
+        )
+
+
+def _best(run: Callable[[], object], clock: Clock, seconds: float) -> float:
+    # the least time and not the median: a ceiling is what can be reached
+    return min(timed(run, clock=clock, repeats=1000, seconds=seconds).seconds)
+
+
+@contextmanager
+def _readers(device: torch.device, n_bytes: int) -> Iterator[dict[str, Callable[[], object]]]:
+    """Ways to read a buffer of ``n_bytes`` once."""
+    buffer = torch.ones(n_bytes // 4, device=device)
+    ways: dict[str, Callable[[], object]] = {"torch sum": buffer.sum, "torch dot": lambda: _halves_dot(buffer)}
+    if device.type != "cpu":
+        yield ways
+        return
+    matrix = buffer.view(-1, 1024)
+    ways["torch matrix-vector"] = lambda: matrix.mv(matrix[0])
+    parts = np.array_split(buffer.numpy(), cores())
+    kernels: dict[str, Callable[[Any], object]] = {"numpy sum": np.sum, "numpy dot": _numpy_dot}
+    if (ours := _our_dots()) is not None:
+        kernels["numba dot"] = ours
+    with ThreadPoolExecutor(len(parts)) as pool:
+
+        def spread(kernel: Callable[[Any], object]) -> Callable[[], object]:
+            return lambda: list(pool.map(kernel, parts))
+
+        for name, kernel in kernels.items():
+            ways[f"{name}, {len(parts)} threads"] = spread(kernel)
+        yield ways
+
+
+def _halves_dot(buffer: Tensor) -> Tensor:
+    first, second = buffer.chunk(2)
+    return first.dot(second)
+
+
+def _numpy_dot(part: Any) -> object:
+    half = len(part) // 2
+    return np.dot(part[:half], part[half : 2 * half])
+
+
+def _our_dots() -> Callable[[Any], object] | None:
+    """The very kernel of the compiled decode step, with rows as wide as those of a small model; None without numba."""
+    try:
+        from kvprobe import kernels
+    except ImportError:
+        return None
+    width = 1024
+    vector, zero = np.ones(width, np.float32), np.float32(0)
+
+    def dots(part: Any) -> object:
+        n_rows = len(part) // width
+        out = np.empty(n_rows, np.float32)
+        kernels._dots(part.ctypes.data, 4, n_rows, width, vector, out, zero)
+        return out
+
+    return dots
+
+
+def _multipliers(dtype: torch.dtype, device: torch.device, width: int) -> dict[str, Callable[[], object]]:
+    """Ways to multiply two square matrices of ``width``."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(width, width, generator=generator).to(device, dtype) for _ in range(2))
+    ways: dict[str, Callable[[], object]] = {"torch matmul": lambda: left @ right}
+    if device.type != "cpu":
+        return ways
+    if dtype == torch.float32:
+        first, second = left.numpy(), right.numpy()
+        ways["numpy matmul"] = lambda: first @ second
+    if dtype != torch.float32:
+        # what a processor without instructions for the dtype does best
+        ways["through float32"] = lambda: (left.float() @ right.float()).to(dtype)
+    if dtype != torch.float16 and torch.backends.mkldnn.is_available():
+        # torch's own matmul is not always its fastest: oneDNN with weights in its own order can be twice that. It
+        # refuses bfloat16 on processors without instructions for it, and its operators are no public interface.
+        with suppress(RuntimeError, AttributeError):
+            packed = torch.ops.mkldnn._reorder_linear_weight(right.to_mkldnn(), width)
+            linear = partial(torch.ops.mkldnn._linear_pointwise, left, packed, None, "none", [], "")
+            linear()
+            ways["oneDNN linear"] = linear
+    return ways
+
+
+def _higher(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+    return {name: max(first.get(name, 0.0), second.get(name, 0.0)) for name in first | second}

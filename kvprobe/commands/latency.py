@@ -1,0 +1,212 @@
+"""``kvprobe latency``: how long does a token take, with a cache and without, and what would the machine allow?"""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvprobe.cli import common
+
+if TYPE_CHECKING:
+    from kvprobe.models import Loaded
+    from kvprobe.progress import Progress
+
+DEFAULT_CONTEXTS = (128, 512, 1024)
+COLUMNS = (
+    "phase",
+    "context",
+    "batch",
+    "step",
+    "ms_median",
+    "ms_low",
+    "ms_high",
+    "tokens_per_s",
+    "MB_moved",
+    "GFLOP",
+    "intensity",
+    "attention_intensity",
+    "bound",
+    "ceiling_tokens_per_s",
+    "fraction_of_ceiling",
+)
+
+
+@click.command("latency")
+@click.argument("model", default="gpt2")
+@click.option(
+    "--context",
+    "contexts",
+    type=int,
+    multiple=True,
+    help="Tokens attended to, the newest included. Repeat for several.  [default: 128, 512 and 1024]",
+)
+@click.option("--batch", "batches", type=int, multiple=True, help="Rows decoded at once. Repeatable.  [default: 1]")
+@click.option(
+    "--phase",
+    "phases",
+    type=click.Choice(["naive", "cached", "prefill"]),
+    multiple=True,
+    help="Time only these.  [default: all]",
+)
+@click.option(
+    "--compile/--no-compile",
+    "compiled",
+    default=True,
+    show_default=True,
+    help="Decode with the fastest step there is (a CPU: compiled by numba), or with the readable decoder in torch.",
+)
+@click.option("--random-weights", is_flag=True, help="Take MODEL's shape alone and draw the weights.")
+@click.option("--repeats", type=click.IntRange(1), default=20, show_default=True, help="Runs a row, at most.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=3.0,
+    show_default=True,
+    help="After so long a row stops repeating, though not before three runs.",
+)
+@click.option("--end-to-end", is_flag=True, help="Also a whole answer: a prompt, then many tokens, both ways.")
+@click.option("--prompt-tokens", type=int, default=3584, show_default=True, help="Of --end-to-end: the prompt.")
+@click.option("--new-tokens", type=int, default=256, show_default=True, help="Of --end-to-end: tokens generated.")
+@click.option(
+    "--naive-samples",
+    type=int,
+    help="Of --end-to-end without a cache: time only so many tokens, spread evenly.  [default: all]",
+)
+@common
+def command(model: str, **options: Any) -> None:
+    """How long does a token take, with a KV cache and without, and how near is that to what the machine allows?
+
+    The machine's own ceilings are measured beside: the best rate at which real kernels read memory, and multiply
+    matrices in this dtype. Token ids are random; time does not depend on them. prefill and naive are timed with the
+    first --batch; for the others the decode step alone.
+
+    \b
+    Columns: phase        naive: everything read again for one token; cached: one decode step; prefill: a whole prompt
+             step         what decoded: numba (compiled) or torch (the readable decoder)
+             ms_*         median and quartiles of one run; tokens_per_s counts all rows of the batch
+             MB_moved     weights once, keys and values of the context: what no step can do without, in 10^6 bytes
+             intensity    FLOPs a byte; attention's own beside it, in decode the same at every length
+             bound        what sets the ceiling: bandwidth, or arithmetic beyond the ridge point
+             ceiling_*    tokens/s if the machine's measured best were reached, and the share that was
+
+    \b
+    Examples:
+      kvprobe latency smollm2-135m --plot latency.png
+      kvprobe latency smollm2-135m --phase cached --batch 1 --batch 4 --batch 16 --batch 64
+      kvprobe latency gpt-124m --random-weights --context 512 --context 1024 --context 2048 --context 4096
+      kvprobe latency gpt-124m --random-weights --end-to-end --naive-samples 8
+      kvprobe latency smollm2-135m --no-compile       what compiling the decode step brings
+    """
+    import time
+
+    import torch
+
+    from kvprobe.bench import measure_machine
+    from kvprobe.console import emit, notice, progress_bar, save_plot
+    from kvprobe.decoder import from_hf
+    from kvprobe.latency import PHASES, Bench
+    from kvprobe.results import Result, run_record
+    from kvprobe.roofline import Shape
+
+    started = time.perf_counter()
+    with progress_bar(options["quiet"]) as progress:
+        loaded = load(model, options, progress)
+        decoder = from_hf(loaded.model)
+        limit = decoder.config.max_positions
+        contexts = options["contexts"] or tuple(n for n in DEFAULT_CONTEXTS if n <= limit) or (limit,)
+        batches = options["batches"] or (1,)
+        bench = Bench(
+            decoder=decoder,
+            compiled=options["compiled"],
+            repeats=options["repeats"],
+            seconds=options["seconds"],
+            seed=options["seed"],
+            progress=progress,
+        )
+        # both refuse what cannot be before anything is timed
+        parts = [bench.measure(contexts, batches=batches, phases=options["phases"] or PHASES)]
+        if options["end_to_end"]:
+            parts.append(
+                bench.end_to_end(
+                    options["prompt_tokens"], options["new_tokens"], naive_samples=options["naive_samples"]
+                )
+            )
+        dtype = getattr(torch, options["dtype"])
+        # before and after: a shared machine drifts, and a ceiling is the best it does
+        machine = measure_machine(dtype, loaded.device, progress=progress)
+        observations = [observation for part in parts for observation in part]
+        machine = machine.best_of(measure_machine(dtype, loaded.device))
+    for note in bench.notes:
+        notice(note, quiet=options["quiet"])
+    ceilings, shape = machine.ceilings, Shape.of(decoder)
+    rows = [observation.row(ceilings, options["dtype"]) for observation in observations]
+    run = run_record(
+        record(loaded),
+        machine.record(),
+        contexts=[*contexts],
+        batches=[*batches],
+        compiled=options["compiled"],
+        start_up_s=bench.start_ups,
+        repeats=options["repeats"],
+        seconds=options["seconds"],
+        prompt_tokens=options["prompt_tokens"] if options["end_to_end"] else None,
+        new_tokens=options["new_tokens"] if options["end_to_end"] else None,
+        naive_samples=options["naive_samples"],
+        arithmetic_binds_at_batch={context: ceilings.binding_batch(shape, context) for context in contexts},
+        seed=options["seed"],
+        wall_s=round(time.perf_counter() - started, 3),
+    )
+    result = Result("latency", rows, run)
+    shown = Result("latency", _readable(rows), run) if options["format_"] == "table" else result
+    emit(shown, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(rows, run))
+    if options["plot"]:
+        from kvprobe.plots.latency import figure
+
+        save_plot(figure(rows, run), options["plot"])
+
+
+def load(model: str, options: dict[str, Any], progress: "Progress") -> "Loaded":
+    """The model, or one of its shape with random weights."""
+    device = None if options["device"] == "auto" else options["device"]
+    if options["random_weights"]:
+        from kvprobe.unpretrained import load_random
+
+        return load_random(model, dtype=options["dtype"], device=device, seed=options["seed"], progress=progress)
+    from kvprobe import models
+
+    return models.load(model, dtype=options["dtype"], device=device, progress=progress)
+
+
+def record(loaded: "Loaded") -> dict[str, Any]:
+    """What a run record says of the model."""
+    names = ("revision", "source", "dtype", "device")
+    return {"model": loaded.name, **{name: getattr(loaded, name) for name in names}, "family": loaded.spec.family}
+
+
+def _readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row | {"MB_moved": row["bytes_moved"] / 1e6, "GFLOP": row["flops"] / 1e9} for row in rows]
+
+
+def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
+    lines = [
+        "",
+        f"{run['model']} ({run['source']}), {run['dtype']}, {run['device']}: the machine reads "
+        f"{run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s, "
+        f"ridge point {run['ridge_point']:.1f} FLOP/B",
+        "start-up, once a process: " + ", ".join(f"{name} step {s:.2f} s" for name, s in run["start_up_s"].items())
+        if run["start_up_s"]
+        else "",
+    ]
+    cached = [row for row in rows if row["phase"] == "cached"]
+    if cached:
+        best = max(cached, key=lambda row: row["fraction_of_ceiling"])
+        lines.append(
+            f"decode reaches {best['fraction_of_ceiling']:.0%} of its ceiling at {best['context']:,} tokens, batch "
+            f"{best['batch']:,}; attention's own intensity is {best['attention_intensity']:g} FLOP/B at every length"
+        )
+    binds = ", ".join(
+        f"{context:,} tokens: "
+        + ("never, the cache keeps bandwidth the limit" if batch is None else f"batch {batch:,}")
+        for context, batch in run["arithmetic_binds_at_batch"].items()
+    )
+    lines.append(f"arithmetic binds decode from: {binds}")
+    return [line for i, line in enumerate(lines) if line or i == 0]

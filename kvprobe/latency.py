@@ -1,0 +1,253 @@
+"""How long does a token take, at which context and batch, and how near is that to what the machine could do?
+
+Four ways to spend time, timed apart: ``prefill`` reads a prompt into a cache; ``cached`` is one decode step on a full
+cache; ``naive`` is a token without a cache, the whole context read again; ``end_to_end_*`` is a prompt and then many
+tokens, as a user waits for them. Drawing the token from the logits is in the last ones alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprobe import fast
+from kvprobe.bench import Clock, Timing, check_memory, device_clock, timed
+from kvprobe.caches import KVCache
+from kvprobe.decoder import Decoder
+from kvprobe.generate import prefill
+from kvprobe.progress import Progress, silent
+from kvprobe.results import Row
+from kvprobe.roofline import Ceilings, Shape, Work, total
+
+PHASES = ("naive", "cached", "prefill")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One phase at one context and batch: what was timed, how many tokens a run gave, and the work they needed.
+
+    ``context`` counts the tokens attended to, the newest included; of ``end_to_end_*`` it is the prompt. ``step`` is
+    "numba" or "torch".
+    """
+
+    phase: str
+    context: int
+    batch: int
+    step: str
+    n_tokens: int
+    timing: Timing
+    works: tuple[Work, ...]
+
+    def row(self, ceilings: Ceilings, dtype: str) -> Row:
+        """As the command prints it: ``ms_*`` of one run, tokens/s of all rows of the batch, and its ceiling."""
+        work, least = total(self.works), sum(map(ceilings.seconds, self.works))
+        rate, ceiling = self.n_tokens / self.timing.median, self.n_tokens / least
+        return {
+            "context": self.context,
+            "batch": self.batch,
+            "dtype": dtype,
+            "phase": self.phase,
+            "step": self.step,
+            "ms_median": 1e3 * self.timing.median,
+            "ms_low": 1e3 * self.timing.low,
+            "ms_high": 1e3 * self.timing.high,
+            "n_runs": len(self.timing.seconds),
+            "tokens_per_s": rate,
+            "bytes_moved": work.bytes_moved,
+            "bytes_per_s": work.bytes_moved / self.timing.median,
+            "flops": work.flops,
+            "weight_flops": work.weight_flops,
+            "attention_flops": work.attention_flops,
+            "intensity": work.intensity,
+            "attention_intensity": work.attention_intensity,
+            "bound": ceilings.bound(work),
+            "ceiling_tokens_per_s": ceiling,
+            "fraction_of_ceiling": rate / ceiling,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """How to time a decoder.
+
+    At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``compiled`` takes the
+    fastest decode step there is (:mod:`kvprobe.fast`), otherwise the decoder as it stands. What the first step of each
+    kind took is in ``start_ups``, notes on why a step is not the fastest in ``notes``: both fill as rows are timed.
+    """
+
+    decoder: Decoder
+    compiled: bool = True
+    repeats: int = 20
+    seconds: float = 3.0
+    seed: int = 0
+    clock: Clock | None = None
+    progress: Progress = silent
+    start_ups: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def measure(
+        self, contexts: Sequence[int], *, batches: Sequence[int] = (1,), phases: Sequence[str] = PHASES
+    ) -> Iterator[Observation]:
+        """Every phase at every context with the first batch; the other batches decode only.
+
+        A prefill or a naive pass of 64 rows would take minutes and say nothing new: both are bound by arithmetic
+        already. Raises ValueError for an unknown phase, a context beyond the model's positions or below 1; KvprobeError
+        where cache and activations would not fit the free memory. Both come before anything is timed.
+        """
+        if unknown := sorted(set(phases) - set(PHASES)):
+            raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {unknown[0]!r}")
+        shape, device = Shape.of(self.decoder), self.decoder.embedding.weight.device
+        for context in contexts:
+            self.decoder.check_length(context)
+            for batch in batches:
+                need = shape.decode(context, batch=batch).cache_bytes
+                need += self._activation_bytes(context, batch if batch == batches[0] else 1)
+                check_memory(f"a batch of {batch} at {context:,} tokens", need, device)
+        return self._observations(contexts, batches, phases, shape)
+
+    def end_to_end(self, n_prompt: int, n_new: int, *, naive_samples: int | None = None) -> Iterator[Observation]:
+        """``n_new`` tokens after a prompt of ``n_prompt``, with a cache (prefill, then greedy decode) and without.
+
+        Without a cache only ``naive_samples`` of the tokens, spread evenly, are timed, if given, and the mean stands
+        for the others. Raises ValueError as :meth:`measure` does, and for numbers below 1.
+        """
+        samples = n_new if naive_samples is None else naive_samples
+        for name, value in (("prompt", n_prompt), ("new tokens", n_new), ("naive samples", samples)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.decoder.check_length(n_prompt + n_new - 1)
+        check_memory(
+            f"{n_new:,} tokens after {n_prompt:,}",
+            Shape.of(self.decoder).decode(n_prompt + n_new).cache_bytes + self._activation_bytes(n_prompt + n_new, 1),
+            self.decoder.embedding.weight.device,
+        )
+        return self._end_to_end(n_prompt, n_new, min(samples, n_new))
+
+    def _observations(
+        self, contexts: Sequence[int], batches: Sequence[int], phases: Sequence[str], shape: Shape
+    ) -> Iterator[Observation]:
+        for batch in batches:
+            for context in contexts:
+                ids = self._ids(batch, context)
+                cache = self.decoder.full_cache(context, batch=batch, bound_local=True)
+                mine = phases if batch == batches[0] else [phase for phase in phases if phase == "cached"]
+                whole = partial(
+                    Observation,
+                    context=context,
+                    batch=batch,
+                    step="torch",
+                    works=(shape.prefill(context, batch=batch),),
+                )
+                if "naive" in mine:
+                    timing = self._time("naive", context, batch, partial(self._naive, ids))
+                    yield whole(phase="naive", n_tokens=batch, timing=timing)
+                if "prefill" in mine:
+                    read = partial(prefill, self.decoder, ids, cache)
+                    timing = self._time("prefill", context, batch, read, prepare=cache.reset)
+                    yield whole(phase="prefill", n_tokens=batch * context, timing=timing)
+                if "cached" in mine:
+                    self._fill(cache, ids)
+                    yield self._cached(cache, ids[:, -1], context, shape)
+
+    def _cached(self, cache: KVCache, token: Tensor, context: int, shape: Shape) -> Observation:
+        def rewind() -> None:
+            # every run is the step at exactly this context: it overwrites the last token with itself
+            cache.length = context - 1
+
+        rewind()
+        step = self._stepper(cache, token)
+        timing = self._time("cached", context, cache.batch, lambda: step.step(token), prepare=rewind, warm_up=2)
+        return Observation(
+            phase="cached",
+            context=context,
+            batch=cache.batch,
+            step=step.name,
+            n_tokens=cache.batch,
+            timing=timing,
+            works=(shape.decode(context, batch=cache.batch),),
+        )
+
+    def _end_to_end(self, n_prompt: int, n_new: int, samples: int) -> Iterator[Observation]:
+        shape, clock = Shape.of(self.decoder), self._clock
+        ids = self._ids(1, n_prompt + n_new)
+        whole = partial(Observation, context=n_prompt, batch=1, n_tokens=n_new)
+        cache = self.decoder.full_cache(n_prompt + n_new - 1, bound_local=True)
+        step = self._stepper(cache, ids[:, 0])
+        cache.reset()
+        started = clock()
+        token = prefill(self.decoder, ids[:, :n_prompt], cache).argmax(-1)
+        for done in range(1, n_new):
+            self.progress("end to end, cached", done, n_new, "tokens")
+            token = step.step(token).argmax(-1)
+        taken = clock() - started
+        works = (shape.prefill(n_prompt), *(shape.decode(n_prompt + i) for i in range(1, n_new)))
+        timing = Timing((taken,))
+        yield whole(phase="end_to_end_cached", step=step.name, timing=timing, works=works)
+        taken = 0.0
+        for done in range(samples):
+            self.progress("end to end, naive", done, samples, "tokens")
+            # which tokens are read again changes no time
+            length = n_prompt + (done * n_new) // samples
+            started = clock()
+            self._naive(ids[:, :length]).argmax(-1)
+            taken += clock() - started
+        self.progress("end to end, naive", samples, samples, "tokens")
+        works = tuple(shape.prefill(n_prompt + i) for i in range(n_new))
+        timing = Timing((taken * n_new / samples,))
+        yield whole(phase="end_to_end_naive", step="torch", timing=timing, works=works)
+
+    def _stepper(self, cache: KVCache, token: Tensor) -> fast.Stepper:
+        """A step on ``cache``, after its first run; what both took is start-up where it is the first of its kind."""
+        step = fast.stepper(self.decoder, cache, kind="auto" if self.compiled else "torch")
+        started = self._clock()
+        step.step(token)
+        self.start_ups.setdefault(step.name, step.start_up_s + self._clock() - started)
+        if step.note is not None and self.compiled and step.note not in self.notes:
+            self.notes.append(step.note)
+        return step
+
+    def _time(self, phase: str, context: int, batch: int, run: Callable[[], object], **settings: Any) -> Timing:
+        what = f"{phase}, {context:,} tokens" + (f", batch {batch:,}" if batch > 1 else "")
+        ticks = settings.get("warm_up", 1) + self.repeats
+        found = timed(
+            run,
+            clock=self._clock,
+            repeats=self.repeats,
+            seconds=self.seconds,
+            tick=lambda done: self.progress(what, done, ticks),
+            **settings,
+        )
+        self.progress(what, ticks, ticks)
+        return found
+
+    @property
+    def _clock(self) -> Clock:
+        return self.clock or device_clock(self.decoder.embedding.weight.device)
+
+    @torch.no_grad()
+    def _naive(self, ids: Tensor) -> Tensor:
+        return self.decoder.logits(self.decoder.body(ids)[:, -1])
+
+    def _ids(self, batch: int, length: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        ids = torch.randint(self.decoder.config.vocab, (batch, length), generator=generator)
+        return ids.to(self.decoder.embedding.weight.device)
+
+    def _fill(self, cache: KVCache, ids: Tensor) -> None:
+        """The cache as after a prefill. Every row holds the first one's keys: as many bytes, in places of their own."""
+        if cache.length == ids.shape[1]:
+            return
+        one = cache if cache.batch == 1 else self.decoder.full_cache(ids.shape[1], bound_local=True)
+        prefill(self.decoder, ids[:1], one)
+        for mine, its in zip([*cache.keys, *cache.values], [*one.keys, *one.values], strict=True):
+            if mine is not its:
+                mine.copy_(its.expand_as(mine))
+        cache.length = one.length
+
+    def _activation_bytes(self, n_tokens: int, batch: int) -> int:
+        config, weight = self.decoder.config, self.decoder.embedding.weight
+        # at once: the MLP's two or three inner vectors of every token, and a handful of hidden ones
+        return batch * n_tokens * (3 * config.mlp_width + 8 * config.hidden) * weight.element_size()

@@ -1,0 +1,117 @@
+"""What does a cache save, and what does a batch? Milliseconds a token by context, tokens/s by batch, and the roof."""
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from kvprobe.plots import roofline
+from kvprobe.plots.style import COLOURS, INK, MARKERS, TWO_COLUMNS, styled
+from kvprobe.results import Row
+
+
+def draw(rows: list[Row], ax: Axes) -> Axes:
+    """Milliseconds a token against context with quartiles, naive and cached, and the least that a cached one can take.
+
+    Rows of one batch; they need ``phase``, ``context``, ``ms_median``, ``ms_low``, ``ms_high``, ``ms_ceiling``.
+    """
+    for phase in ("naive", "cached"):
+        mine = sorted((row for row in rows if row["phase"] == phase), key=lambda row: row["context"])
+        if not mine:
+            continue
+        colour, marker, name = roofline.LOOK[phase]
+        contexts, medians = [row["context"] for row in mine], [row["ms_median"] for row in mine]
+        ax.errorbar(
+            contexts,
+            medians,
+            yerr=[
+                [row["ms_median"] - row["ms_low"] for row in mine],
+                [row["ms_high"] - row["ms_median"] for row in mine],
+            ],
+            color=colour,
+            marker=marker,
+            markersize=5,
+            linewidth=1.2,
+            capsize=3,
+            label=name,
+        )
+        if phase == "cached":
+            ceilings = [row["ms_ceiling"] for row in mine]
+            ax.plot(contexts, ceilings, color=colour, linewidth=1, linestyle="--", label="cached, at the ceiling")
+    ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms a token")
+    _ticks(ax, [row["context"] for row in rows])
+    ax.legend(loc="best")
+    return ax
+
+
+def draw_batches(rows: list[Row], ax: Axes) -> Axes:
+    """Tokens/s of all rows of the batch against the batch, one line a context; dashed, the ceiling.
+
+    Rows of the cached phase: ``batch``, ``context``, ``tokens_per_s``, ``ceiling_tokens_per_s``.
+    """
+    for i, context in enumerate(sorted({row["context"] for row in rows})):
+        mine = sorted((row for row in rows if row["context"] == context), key=lambda row: row["batch"])
+        colour, batches = COLOURS[i % len(COLOURS)], [row["batch"] for row in mine]
+        ax.plot(
+            batches,
+            [row["tokens_per_s"] for row in mine],
+            color=colour,
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=5,
+            linewidth=1.2,
+            label=f"{context:,} tokens",
+        )
+        ceilings = [row["ceiling_tokens_per_s"] for row in mine]
+        ax.plot(batches, ceilings, color=colour, linewidth=1, linestyle="--")
+    ax.set(yscale="log", xlabel="batch (rows decoded at once)", ylabel="tokens/s")
+    _ticks(ax, [row["batch"] for row in rows])
+    ax.plot([], [], color=INK, linewidth=1, linestyle="--", label="ceiling")
+    ax.legend(loc="best")
+    return ax
+
+
+def figure(rows: list[Row], run: dict[str, Any]) -> Figure:
+    """Context, batch where there are several, and the roofline, side by side."""
+    rows = [_with_rates(row) for row in rows if row["phase"] in roofline.LOOK]
+    cached = [row for row in rows if row["phase"] == "cached"]
+    by_batch = len({row["batch"] for row in cached}) > 1
+    first = [row for row in rows if row["batch"] == run["batches"][0]]
+    by_context = any(row["phase"] != "prefill" for row in first)
+    panels = by_context + by_batch + 1
+    with styled():
+        fig = Figure(figsize=(TWO_COLUMNS * max(panels, 2) / 2, 3.1), layout="constrained")
+        axes = iter(fig.subplots(1, panels, squeeze=False)[0])
+        if by_context:
+            draw(first, next(axes))
+        if by_batch:
+            draw_batches(cached, next(axes))
+        roofline.draw(rows, next(axes), bandwidth=run["bandwidth_bytes_per_s"], matrix_rate=run["matrix_flops_per_s"])
+        fig.suptitle(
+            f"{run['model']}, {run['dtype']} on {run['cpu'] if run['device'] == 'cpu' else run['device']}: "
+            f"{run['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s, {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s measured",
+            fontsize=9,
+            color=INK,
+        )
+    return fig
+
+
+def _with_rates(row: Row) -> Row:
+    # other units of the same numbers
+    seconds = row["ms_median"] / 1e3
+    return row | {
+        "flops_per_s": row["flops"] / seconds,
+        "ms_ceiling": row["ms_median"] * row["fraction_of_ceiling"],
+    }
+
+
+def _ticks(ax: Axes, values: list[int]) -> None:
+    """The measured values across, and numbers that read as such upwards: 1, 2 and 5 of every power of ten."""
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:,g}")
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_xscale("log", base=2)
+    ticks = sorted(set(values))
+    ax.set_xticks(ticks)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_minor_locator(NullLocator())

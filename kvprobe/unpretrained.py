@@ -1,0 +1,52 @@
+"""What model has this shape and no training? Random weights by a configuration alone: speed and memory need no more."""
+
+from pathlib import Path
+from typing import Any
+
+from kvprobe import catalogue, models
+from kvprobe.bench import check_memory
+from kvprobe.models import DTYPES, Loaded
+from kvprobe.progress import Progress, silent
+from kvprobe.spec import Spec
+
+
+def load_random(
+    name: str, *, dtype: str = "float32", device: str | None = None, seed: int = 0, progress: Progress = silent
+) -> Loaded:
+    """A model of the shape that ``name`` has, drawn with ``seed``, as transformers initialises it; without tokenizer.
+
+    ``name`` is what :func:`kvprobe.models.load` takes, whose configuration alone is read, or a published shape of the
+    catalogue, such as ``gpt-124m``. Raises KvprobeError where the weights would not fit the free memory.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    config, of = _config(name, progress)
+    spec = Spec.from_config(config)
+    place = models._device(device)
+    if spec.n_parameters is not None:
+        # drawn in memory, then moved
+        need, what = spec.n_parameters * DTYPES[dtype], f"{of['name']} with random weights at {dtype}"
+        check_memory(what, need, "cpu", relief="a smaller model or --dtype bfloat16")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    progress(f"drawing the weights of {of['name']}", 0, None)
+    config = config.get("text_config", config)
+    with models.quiet(), torch.random.fork_rng(devices=[]):
+        models._refuse_foreign_code(of["name"], config)
+        torch.manual_seed(seed)
+        settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "torch_dtype")}
+        built = AutoConfig.for_model(config["model_type"], **settings)
+        model = AutoModelForCausalLM.from_config(built, dtype=getattr(torch, dtype))
+    model = model.to(place).eval().requires_grad_(False)
+    return Loaded(model=model, tokenizer=None, spec=spec, dtype=dtype, device=str(place), **of)
+
+
+def _config(name: str, progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
+    """The configuration, and what a run record says of where it came from."""
+    item = catalogue.look_up(name.removesuffix("-rope"))
+    if item is not None and not Path(name).is_dir():
+        return item.config, {"name": item.name, "source": "random weights, catalogue", "revision": item.source}
+    found = models.find(name, only_config=True, progress=progress)
+    source = f"random weights, {found.source}"
+    return models._config(found), {"name": found.name, "source": source, "revision": found.revision}

@@ -1,0 +1,184 @@
+"""``kvprobe latency`` as its users meet it. No time is asserted anywhere: machines differ."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from matplotlib.figure import Figure
+
+from conftest import write_random
+from kvprobe import bench, cli
+from kvprobe.plots import latency as plot
+from kvprobe.plots import roofline
+
+FIELDS = """context batch dtype phase ms_median ms_low ms_high tokens_per_s bytes_moved flops intensity
+ceiling_tokens_per_s fraction_of_ceiling attention_intensity step"""
+
+
+@pytest.fixture(autouse=True)
+def quick_machine(monkeypatch):
+    measured = bench.measure_machine
+    sizes = {"buffer_bytes": 2**20, "gemm_widths": (32,), "seconds": 0.0}
+    monkeypatch.setattr(bench, "measure_machine", lambda *args, **named: measured(*args, **named, **sizes))
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory, gpt2_tokenizer_files):
+    return write_random(tmp_path_factory.mktemp("models") / "tiny", "llama", gpt2_tokenizer_files)
+
+
+@pytest.fixture
+def run(capfd):
+    def once(*arguments):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["latency", *map(str, arguments), "--repeats", "2", "--seconds", "0"])
+        captured = capfd.readouterr()
+        return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err)
+
+    return once
+
+
+@pytest.fixture
+def document(run):
+    def once(*arguments):
+        done = run(*arguments, "--format", "json", "--quiet")
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
+
+    return once
+
+
+def test_rows_and_record(document, tiny_llama):
+    found = document(tiny_llama, "--context", 8, "--context", 20, "--batch", 1, "--batch", 4, "--no-compile")
+    assert found["analysis"] == "latency"
+    rows, run = found["rows"], found["run"]
+    assert [(row["phase"], row["context"], row["batch"]) for row in rows] == [
+        *((phase, context, 1) for context in (8, 20) for phase in ("naive", "prefill", "cached")),
+        *(("cached", context, 4) for context in (8, 20)),
+    ]
+    ridge = run["matrix_flops_per_s"] / run["bandwidth_bytes_per_s"]
+    assert run["ridge_point"] == pytest.approx(ridge)
+    for row in rows:
+        assert set(FIELDS.split()) <= row.keys()
+        assert row["ms_low"] <= row["ms_median"] <= row["ms_high"]
+        assert (row["step"], row["dtype"]) == ("torch", "float32")
+        tokens = row["batch"] * (row["context"] if row["phase"] == "prefill" else 1)
+        assert row["tokens_per_s"] == pytest.approx(1e3 * tokens / row["ms_median"])
+        assert row["intensity"] == pytest.approx(row["flops"] / row["bytes_moved"])
+        assert row["bound"] == ("bandwidth" if row["intensity"] < run["ridge_point"] else "arithmetic")
+        assert row["fraction_of_ceiling"] == pytest.approx(row["tokens_per_s"] / row["ceiling_tokens_per_s"])
+        if row["phase"] == "cached":
+            # 4 query heads on 2, float32
+            assert row["attention_intensity"] == 1.0
+    assert run["start_up_s"].keys() == {"torch"}
+    assert run["arithmetic_binds_at_batch"].keys() == {"8", "20"}
+    named = """model revision source family dtype device bandwidth_kernels matrix_kernels cores torch_threads compiled
+    repeats seconds seed versions cpu wall_s"""
+    assert set(named.split()) <= run.keys()
+    assert str(tiny_llama) not in json.dumps(found)
+
+
+def test_compiling_is_the_default_and_is_named(document, tiny_llama):
+    pytest.importorskip("numba")
+    found = document(tiny_llama, "--context", 8, "--phase", "cached", "--batch", 1, "--batch", 2)
+    # the compiled step takes one row; a batch decodes in torch
+    assert [(row["batch"], row["step"]) for row in found["rows"]] == [(1, "numba"), (2, "torch")]
+    assert found["run"]["start_up_s"].keys() == {"numba", "torch"}
+
+
+def test_random_weights_need_a_configuration_alone(document, tmp_path):
+    config = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 64, "vocab_size": 10}
+    (tmp_path / "shape").mkdir()
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(config))
+    found = document(tmp_path / "shape", "--random-weights", "--phase", "cached", "--no-compile")
+    # no default context fits: all positions instead
+    assert [row["context"] for row in found["rows"]] == [64]
+    assert (found["run"]["model"], found["run"]["source"]) == ("shape", "random weights, directory")
+    # 12 · 8² in the block, 80 in the head
+    assert found["rows"][0]["weight_flops"] == 2 * (768 + 80)
+
+
+@pytest.mark.parametrize("name", ["gpt-124m", "gpt-124m-rope"])
+def test_the_published_model_goes_by_name(document, name):
+    found = document(name, "--random-weights", "--context", 16, "--phase", "cached", "--no-compile")
+    (row,) = found["rows"]
+    assert row["weight_flops"] == 247_064_064
+    assert row["bytes_moved"] == 494_204_928 + 16 * 72 * 1024
+
+
+def test_end_to_end(document, tiny_llama):
+    sizes = ("--prompt-tokens", 20, "--new-tokens", 5, "--naive-samples", 2)
+    found = document(tiny_llama, "--context", 8, "--phase", "prefill", "--end-to-end", *sizes, "--no-compile")
+    assert [(row["phase"], row["context"]) for row in found["rows"]] == [
+        ("prefill", 8),
+        ("end_to_end_cached", 20),
+        ("end_to_end_naive", 20),
+    ]
+    for row in found["rows"][1:]:
+        assert row["tokens_per_s"] == pytest.approx(5e3 / row["ms_median"])
+    assert (found["run"]["new_tokens"], found["run"]["naive_samples"]) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--context", 0], "context must be at least 1 token, got 0"),
+        (["--batch", 0], "batch must be at least 1, got 0"),
+        (["--context", 300], "300 tokens are more than the model's 256 positions"),
+        (["--end-to-end"], "3839 tokens are more than the model's 256 positions"),
+        (["--batch", 10**10], "would need"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_comes_first(run, tiny_llama, arguments, says):
+    done = run(tiny_llama, *arguments, "--quiet")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert says in line
+
+
+def test_the_table_and_the_picture(run, tiny_llama, tmp_path):
+    done = run(tiny_llama, "--context", 8, "--context", 16, "--batch", 1, "--batch", 2, "--plot", tmp_path / "l.svg")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0].split()[:4] == ["phase", "context", "batch", "step"]
+    assert "ridge point" in done.stdout
+    assert "attention's own intensity is 1 FLOP/B at every length" in done.stdout
+    assert "arithmetic binds decode from: 8 tokens: " in done.stdout
+    svg = (tmp_path / "l.svg").read_text()
+    assert all(text in svg for text in ("ms a token", "batch (rows decoded at once)", "arithmetic intensity"))
+
+
+def row(phase, context, ms, batch=1, **more):
+    times = {"ms_median": ms, "ms_low": ms - 1, "ms_high": ms + 2, "ms_ceiling": ms / 2}
+    return {"phase": phase, "context": context, "batch": batch, **times, **more}
+
+
+def test_lines_are_the_rows():
+    rows = [row("naive", 8, 40), row("cached", 8, 4), row("prefill", 8, 30), row("cached", 16, 6)]
+    ax = plot.draw(rows, Figure().subplots())
+    bars = {bar.get_label(): bar for bar in ax.containers}
+    assert bars["naive"][0].get_xydata().tolist() == [[8, 40]]
+    assert bars["cached"][0].get_xydata().tolist() == [[8, 4], [16, 6]]
+    assert [segment.tolist() for segment in bars["cached"][2][0].get_segments()] == [
+        [[8, 3], [8, 6]],
+        [[16, 5], [16, 8]],
+    ]
+    (ceiling,) = (line for line in ax.lines if line.get_linestyle() == "--")
+    assert ceiling.get_xydata().tolist() == [[8, 2], [16, 3]]
+
+
+def test_batches_are_the_rows():
+    rates = {1: 10, 4: 30}
+    rows = [row("cached", 8, 4, batch, tokens_per_s=rates[batch], ceiling_tokens_per_s=50 * batch) for batch in (4, 1)]
+    ax = plot.draw_batches(rows, Figure().subplots())
+    assert [line.get_xydata().tolist() for line in ax.lines[:2]] == [[[1, 10], [4, 30]], [[1, 50], [4, 200]]]
+
+
+def test_the_roof_bends_at_the_ridge():
+    rows = [row("cached", 8, 4, intensity=0.5, flops_per_s=2e9), row("prefill", 8, 4, intensity=90, flops_per_s=3e10)]
+    ax = roofline.draw(rows, Figure().subplots(), bandwidth=1e10, matrix_rate=4e10)
+    roof = ax.lines[0].get_xydata().tolist()
+    assert roof[1] == [4, 40]
+    assert roof[0][1] == pytest.approx(10 * roof[0][0])
+    assert roof[2][1] == 40
+    marks = {line.get_label(): line.get_xydata().tolist() for line in ax.lines[2:]}
+    assert marks == {"cached": [[0.5, 2]], "prefill": [[90, 30]]}
