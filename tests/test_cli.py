@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from hub import COMMIT, Hub
 from kvprobe import cli
 
+
 @pytest.fixture
 def run(capfd):
     """Runs the command line in this process, which has paid for its imports."""
