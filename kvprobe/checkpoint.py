@@ -1,0 +1,184 @@
+"""Where was a stream when it was killed, and is this the same stream? Running sums and a cache in one file."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvprobe.caches import RollingCache
+from kvprobe.errors import KvprobeError
+from kvprobe.store import disk_error
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The sums once ``at_token`` tokens of the text are read: ``n_scored`` targets, ``nll`` nat in all (float64)."""
+
+    at_token: int
+    n_scored: int
+    nll: float
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a plan is: the stretches of the cells that are ``done``, those of the next, and its running sums.
+
+    ``length`` tokens are in its cache; ``base`` is what its positions are counted from. ``seconds`` and ``resumed``
+    are of the plan as a whole.
+    """
+
+    done: tuple[tuple[Stretch, ...], ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+    nll: float = 0.0
+    n_scored: int = 0
+    length: int = 0
+    base: int = 0
+    seconds: float = 0.0
+    resumed: int = 0
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Standing":
+        """The standing that ``dataclasses.asdict`` gave, after JSON."""
+
+        def these(some: Sequence[Mapping[str, Any]]) -> tuple[Stretch, ...]:
+            return tuple(Stretch(**one) for one in some)
+
+        done = tuple(these(cell) for cell in fields["done"])
+        return cls(**{**fields, "done": done, "stretches": these(fields["stretches"])})
+
+    def add(self, first: int, losses: Tensor, *, every: int, n_tokens: int) -> "Standing":
+        """With the ``losses`` ``[n]`` of the targets from ``first`` on, cut where a result is due."""
+        nll, n_scored, stretches = self.nll, self.n_scored, [*self.stretches]
+        while len(losses):
+            end = min(n_tokens, (first // every + 1) * every)
+            part, losses = losses[: end - first], losses[end - first :]
+            nll, n_scored, first = nll + float(part.sum()), n_scored + len(part), first + len(part)
+            if first == end:
+                stretches.append(Stretch(end, n_scored, nll))
+        return replace(self, nll=nll, n_scored=n_scored, stretches=tuple(stretches))
+
+
+def identity(record: Mapping[str, Any], input_ids: Tensor, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state is tied to: the model's revision, the passage and every setting that could change a bit.
+
+    ``record`` is a run record (:meth:`kvprobe.subject.Subject.record`), ``settings`` the fields of a plan.
+    """
+    names = ("revision", "dtype", "device", "passage_sha256", "bos", "n_tokens")
+    ids = hashlib.sha256(input_ids.cpu().numpy().tobytes()).hexdigest()
+    return {**{name: record[name] for name in names}, "ids_sha256": ids, **json.loads(json.dumps(dict(settings)))}
+
+
+@dataclass(frozen=True)
+class State:
+    """A file from which a killed run goes on: sums and cache in one safetensors file, whole or not there at all.
+
+    ``identity`` is what the file must have been written for. Raises KvprobeError for a file of another run, naming
+    what differs, for one that is none of ours, and where it cannot be written.
+    """
+
+    path: Path
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def within(cls, directory: Path, identity: Mapping[str, Any]) -> "State":
+        """In the file of ``directory`` that is this identity's own, so that the same run finds it again."""
+        key = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:16]
+        return cls(directory / f"{key}.safetensors", identity)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Only one run at a time; another is refused (KvprobeError). The system lets go when the holder dies."""
+        import filelock
+
+        place = self.path.with_name(f".{self.path.name}.lock")
+        lock = filelock.FileLock(place, timeout=0)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except filelock.Timeout:
+            raise KvprobeError("another run of this stream is under way: let it end, or give another --state") from None
+        except OSError as error:
+            raise disk_error(error, self.path) from error
+        try:
+            yield
+        finally:
+            lock.release()
+            # should two meet in this moment and both go on: every write is whole, and both write the same
+            with suppress(OSError):
+                place.unlink()
+
+    def read(self) -> Standing | None:
+        """How far the run was; None if there is no file."""
+        if not self.path.exists():
+            return None
+        standing, there = self._read()
+        here = dict(self.identity)
+        if differing := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
+            what = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in differing)
+            raise KvprobeError(
+                f"the state {self.path.name} belongs to another stream: {what}; give another --state, or --no-resume "
+                "to start afresh"
+            )
+        return standing
+
+    def restore(self, cache: RollingCache, standing: Standing) -> None:
+        """Fill an empty ``cache`` of the same make with what it held."""
+        from safetensors.torch import load_file
+
+        tensors = load_file(self.path)
+        for i, buffer in enumerate(cache._buffers()):
+            buffer.copy_(tensors[str(i)])
+        cache.length, cache._base = standing.length, standing.base
+
+    def write(self, standing: Standing, cache: RollingCache | None = None) -> None:
+        """Replace what stood there."""
+        from safetensors.torch import save
+
+        buffers = [] if cache is None else cache._buffers()
+        about = {"format": FORMAT, "identity": dict(self.identity), "standing": asdict(standing)}
+        tensors = {str(i): buffer.contiguous() for i, buffer in enumerate(buffers)}
+        # JSON writes a float64 so that it reads back as the same bits
+        data = save(tensors, metadata={"kvprobe stream": json.dumps(about, allow_nan=False)})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._partial.write_bytes(data)
+            self._partial.replace(self.path)
+        except OSError as error:
+            self.clear_partial()
+            raise disk_error(error, self.path) from error
+
+    def remove(self) -> None:
+        """Forget the run, if there was one. A file that is no state is refused, not removed."""
+        if self.path.exists():
+            self._read()
+            self.path.unlink()
+        self.clear_partial()
+
+    def clear_partial(self) -> None:
+        """Remove what a kill in the middle of a write left."""
+        with suppress(OSError):
+            self._partial.unlink()
+
+    @property
+    def _partial(self) -> Path:
+        # one name for all writes, so that kills leave no more than one file: a state has one writer, see held()
+        return self.path.with_name(f".{self.path.name}.partial")
+
+    def _read(self) -> tuple[Standing, dict[str, Any]]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                about = json.loads((file.metadata() or {})["kvprobe stream"])
+            if about["format"] == FORMAT:
+                return Standing.of(about["standing"]), about["identity"]
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+            pass
+        raise KvprobeError(f"{self.path.name} is no state of a stream that this version reads: give another --state")

@@ -1,0 +1,206 @@
+"""How well does a model read a text far longer than its window, through a rolling cache, in constant memory?
+
+The protocol of StreamingLLM (Xiao et al., 2024, section 4.1): the text passes once through sinks and a window, a chunk
+at a time, and every token is predicted from what the cache then holds. Their budget counts the sinks: their 4 + 1020 is
+``window=1020, n_sink=4`` here. Losses are negative log-likelihoods in nat per predicted token.
+
+    stretches = stream(decoder, ids, Plan(windows=(1020,), sinks=(4,), positions="cache", every=10_000))
+
+With a :class:`~kvprobe.checkpoint.State` a run that was killed goes on where it was and ends in the same loss, bit
+for bit.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from kvprobe.caches import Positions, RollingCache
+from kvprobe.checkpoint import Standing, State, Stretch
+from kvprobe.decoder import Decoder
+from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.progress import Progress, silent
+from kvprobe.results import Row
+from kvprobe.scoring import check_score_from, nll
+from kvprobe.windows import check_window, describe_sinks
+
+# positions whose logits are held at once
+LOGITS = 256
+SECONDS_BETWEEN_SAVES = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is streamed: every window with every number of sinks, one after the other, and when a result is due.
+
+    A window counts the query; sinks are in addition. ``score_from = s`` makes s + 1 the first target. ``every`` tokens
+    there is a result, and at the end (None: only there). ``chunk`` tokens pass through the model at once (None: a
+    window's worth), which changes results by rounding alone.
+    """
+
+    windows: tuple[int, ...]
+    sinks: tuple[int, ...] = (0,)
+    positions: Positions = "absolute"
+    score_from: int = 0
+    every: int | None = None
+    chunk: int | None = None
+
+    @property
+    def cells(self) -> list[tuple[int, int]]:
+        """(window, n_sink), in the order in which they are streamed."""
+        return [(window, n_sink) for window in dict.fromkeys(self.windows) for n_sink in dict.fromkeys(self.sinks)]
+
+
+def check(decoder: Decoder, n_tokens: int, plan: Plan) -> None:
+    """Refuse, before any work, what :func:`stream` cannot do; see there."""
+    if plan.positions not in get_args(Positions):
+        raise ValueError(f"a stream's positions must be one of {', '.join(get_args(Positions))}, got {plan.positions}")
+    if not plan.cells:
+        raise ValueError("a stream needs at least one window and one number of sinks")
+    for window, n_sink in plan.cells:
+        check_window(window)
+        if n_sink < 0:
+            raise ValueError(f"sinks must be at least 0, got {n_sink}")
+    for name, value in (("every", plan.every), ("chunk", plan.chunk)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1 token, got {value}")
+    check_score_from(n_tokens, plan.score_from)
+    limit, learned = decoder.config.max_positions, decoder.config.rotary is None
+    if plan.positions == "cache" and learned:
+        raise UnsupportedModelError(
+            "positions cache: this model's positions are learned, added to the hidden state, and cannot be moved by "
+            f"slot afterwards; use positions absolute, for at most {limit} tokens"
+        )
+    if plan.positions == "absolute" and n_tokens > limit:
+        why = (
+            "learned positions have no entry beyond them, so ask for fewer --tokens"
+            if learned
+            else "use --positions cache, which has no last position, or fewer --tokens"
+        )
+        raise KvprobeError(f"{n_tokens} tokens are more than the model's {limit} positions: {why}")
+
+
+@torch.no_grad()
+def stream(
+    decoder: Decoder, input_ids: Tensor, plan: Plan, *, state: State | None = None, progress: Progress = silent
+) -> list[tuple[Stretch, ...]]:
+    """The stretches of every cell of ``plan`` on ``input_ids`` ``[length]``, in the order of ``plan.cells``.
+
+    The result at N tokens is the one of a text of N tokens. Beyond the ids, memory does not depend on the length: a
+    chunk, the logits of 256 positions, the cache. ``progress`` is told the running loss. With a ``state`` it starts
+    from what stands there and saves at every result and each 30 s, unless that took a tenth of the time.
+
+    Raises ValueError for what is out of range, KvprobeError for ``absolute`` beyond the model's positions and for a
+    loss that is not finite, UnsupportedModelError for ``cache`` under learned positions.
+    """
+    n_tokens = len(input_ids)
+    check(decoder, n_tokens, plan)
+    found = state.read() if state is not None else None
+    now = Standing() if found is None else replace(found, resumed=found.resumed + 1)
+    if state is not None:
+        state.clear_partial()
+        if found is None:
+            state.write(now)  # a place that cannot be written to is found before the work, not after it
+    began = time.monotonic() - now.seconds
+    saved, cost = time.monotonic(), 0.0
+    for window, n_sink in plan.cells[len(now.done) :]:
+        cache = decoder.rolling_cache(window, n_sink=n_sink, positions=plan.positions)
+        if state is not None and now.length:
+            state.restore(cache, now)
+        chunk = plan.chunk or window
+        # always from a multiple of `chunk`, also after a kill: other chunks would round differently
+        for first in range(now.length, n_tokens - 1, chunk):
+            last = min(first + chunk, n_tokens - 1)
+            skip = max(0, plan.score_from - first)
+            losses = _losses(decoder, input_ids[first:last], input_ids[first + 1 : last + 1], cache, skip)
+            n_before = len(now.stretches)
+            now = now.add(first + 1 + skip, losses, every=plan.every or n_tokens, n_tokens=n_tokens)
+            now = replace(now, length=cache.length, base=cache._base, seconds=time.monotonic() - began)
+            mean = f", loss {now.nll / now.n_scored:.4f}" if now.n_scored else ""
+            progress(f"window {window} + {n_sink} sinks", last + 1, n_tokens, f"tokens{mean}")
+            waited, due = time.monotonic() - saved, len(now.stretches) > n_before
+            if state is not None and waited >= max(10 * cost, 0.0 if due else SECONDS_BETWEEN_SAVES):
+                start = time.monotonic()
+                state.write(now, cache)
+                saved = time.monotonic()
+                cost = saved - start
+        now = Standing((*now.done, now.stretches), seconds=now.seconds, resumed=now.resumed)
+        if state is not None:
+            state.write(now)
+    return [*now.done]
+
+
+def rows(
+    plan: Plan, results: Sequence[Sequence[Stretch]], *, n_front: int = 0, local_layers: str | None = None
+) -> list[Row]:
+    """One row a result: the mean loss up to ``at_token``, and ``stretch_loss``, that since the result before.
+
+    The fields of :func:`kvprobe.windows.grid` are all there. ``delta`` and its interval are null: the untouched pass
+    they compare with does not exist for a text longer than the model. No family that streams has sink logits.
+    """
+    found = []
+    for (window, n_sink), stretches in zip(plan.cells, results, strict=True):
+        before = Stretch(0, 0, 0.0)
+        for now in stretches:
+            loss = now.nll / now.n_scored
+            row = {
+                "window": window,
+                "n_sink": n_sink,
+                "positions": plan.positions,
+                "at_token": now.at_token,
+                "tokens_scored": now.n_scored,
+                "loss": loss,
+                "perplexity": math.exp(loss),
+                "stretch_loss": (now.nll - before.nll) / (now.n_scored - before.n_scored),
+                **dict.fromkeys(("delta", "delta_low", "delta_high")),
+                "cache_tokens": min(now.at_token, window + n_sink),
+                "sink_choice": "first" if n_sink else None,
+                "sink_positions": describe_sinks(range(n_sink)) if n_sink else None,
+                "bos_kept": n_front > 0 and n_sink > 0,
+                "local_layers": local_layers,
+                "has_sink_logits": False,
+                "sink_logits_dropped": False,
+            }
+            found.append(row)
+            before = now
+    return found
+
+
+def _losses(decoder: Decoder, ids: Tensor, targets: Tensor, cache: RollingCache, skip: int) -> Tensor:
+    """Float64 ``[q_len - skip]`` on the CPU: the loss of ``targets`` after ``ids``, both ``[q_len]``."""
+    x = decoder.body(ids[None], cache=cache)[0, skip:]
+    parts = [torch.empty(0, dtype=torch.float64)]
+    for some, wanted in zip(x.split(LOGITS), targets[skip:].split(LOGITS), strict=True):
+        if len(wanted):
+            parts.append(nll(decoder.logits(some), wanted).cpu())
+    losses = torch.cat(parts)
+    if not bool(losses.isfinite().all()):
+        raise KvprobeError(_first_not_finite(decoder, ids))
+    return losses
+
+
+def _first_not_finite(decoder: Decoder, ids: Tensor) -> str:
+    """Watch these tokens pass alone, and say which module is the first with a value that is not finite."""
+    found: list[str] = []
+
+    def watch(path: str) -> Any:
+        def look(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            if not found and not bool(output.isfinite().all()):
+                found.append(path)
+
+        return look
+
+    handles = [part.register_forward_hook(watch(path)) for path, part in decoder.named_modules() if path]
+    try:
+        decoder(ids[None, : decoder.config.max_positions])
+    finally:
+        for handle in handles:
+            handle.remove()
+    dtype = decoder.embedding.weight.dtype
+    mend = "check the checkpoint's weights" if dtype == torch.float32 else "try float32"
+    name, where = str(dtype).removeprefix("torch."), found[0] if found else "the loss itself"
+    return f"the loss is not finite: {where} is the first with a value that is not, at {name}; {mend}"
