@@ -76,7 +76,7 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
         model = _model(found, getattr(torch, dtype))
         tokenizer = _tokenizer(found)
     model = model.to(place).eval().requires_grad_(False)
-    _refuse_broken(found.name, model, tokenizer)
+    _refuse_broken(found.name, model)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
@@ -267,7 +267,7 @@ def _weight_files(found: Found) -> list[Path]:
         raise KvprobeError(f"model.safetensors.index.json of {found.name} is damaged: {_first_line(error)}") from error
 
 
-def _refuse_broken(name: str, model: Any, tokenizer: Any) -> None:
+def _refuse_broken(name: str, model: Any) -> None:
     import torch
 
     for path, parameter in model.named_parameters():
@@ -275,12 +275,6 @@ def _refuse_broken(name: str, model: Any, tokenizer: Any) -> None:
         if not torch.isfinite(parameter.sum(dtype=torch.float32)):
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise KvprobeError(f"{name} has weights that are not finite at {dtype}, first {path}: check the checkpoint")
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > vocabulary:
-        raise KvprobeError(
-            f"{name} has an embedding of {vocabulary:,} tokens and a tokenizer of {len(tokenizer):,}: "
-            "they do not belong together"
-        )
 
 
 def _device(device: str | None) -> "torch.device":

@@ -70,4 +70,10 @@ def prepare(
     limit = loaded.spec.max_positions
     if limit is not None and tokens > limit and not unlimited:
         raise KvprobeError(f"{loaded.name} has {limit:,} positions, fewer than {tokens:,} tokens: use --tokens {limit}")
-    return Subject(loaded, read, passages.encode(loaded.tokenizer, read, n_tokens=tokens, bos=bos))
+    passage = passages.encode(loaded.tokenizer, read, n_tokens=tokens, bos=bos)
+    if (highest := int(passage.ids.max())) >= loaded.spec.vocab_size:
+        raise KvprobeError(
+            f"the tokenizer of {loaded.name} gives the id {highest:,}, and the model has {loaded.spec.vocab_size:,} "
+            "tokens: they do not belong together"
+        )
+    return Subject(loaded, read, passage)

@@ -136,7 +136,7 @@ def test_the_prompt_may_come_from_standard_input_and_the_text_go_to_a_file(run, 
     ("options", "code", "says"),
     [
         (["--top-p", "2"], 1, "top_p must be above 0 and at most 1, got 2.0"),
-        (["--temperature", "-1"], 1, "temperature must be at least 0 and finite, got -1.0"),
+        (["--temperature", "-1"], 1, "temperature must be 0 (greedy) or at least 0.0001 and finite, got -1.0"),
         (["--max-new-tokens", "0"], 1, "max_new_tokens must be at least 1, got 0"),
         (["--max-new-tokens", "300"], 1, "301 tokens are more than the model's 256 positions"),
         (["--window", "0"], 1, "window must be at least 1 (the query itself), got 0"),

@@ -156,7 +156,8 @@ def test_on_smollm2_mass_equals_eager_maps_and_the_sink_is_where_it_is_known(smo
     maps = eager_maps(smollm2.model, passage.ids[None])
     eager = torch.stack([m[0, :, 64:, 0].mean(-1) for m in maps])
     torch.testing.assert_close(measured.token0, eager, atol=1e-4, rtol=0)
-    by_layer = measured.token0.mean(-1)
+    longer = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=1024)
+    by_layer = mass.token0_mass(smollm2.model, longer.ids[None]).mean(-1)
     assert by_layer[12:].min() > 0.27
     assert by_layer[12:].max() < 0.62
     repeated = passages.control(passage, "repeat", smollm2.tokenizer, seed=0)
