@@ -147,7 +147,7 @@ class AttentionCall:
 
         Yields ``weights`` ``[batch, n_heads, rows, keys]`` with ``keys <= kv_len``: half the work at no loss.
         """
-        for first, scores in self._score_blocks(block, start):
+        for first, scores in self.score_blocks(block, start=start):
             weights = self._with_sinks(scores).softmax(-1)[..., : scores.shape[-1]]
             if self.mask is not None and self.sink_logits is None:
                 # a padding query that may see nothing would get 0/0
@@ -184,7 +184,8 @@ class AttentionCall:
         batch, n_heads, q_len, head_dim = query.shape
         return query.reshape(batch, self.n_kv_heads, n_heads // self.n_kv_heads * q_len, head_dim)
 
-    def _score_blocks(self, block: int | None, start: int) -> Iterator[tuple[int, Tensor]]:
+    def score_blocks(self, block: int | None = None, *, start: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """As :meth:`visible_weights`, before the softmax: scaled, capped, minus infinity where the query may not see."""
         batch, n_heads, q_len, _ = self.query.shape
         kv_len = self.key.shape[2]
         block = max(1, BLOCK_ELEMENTS // (batch * n_heads * kv_len)) if block is None else block
@@ -255,7 +256,7 @@ class AttentionCall:
     def _blockwise(self) -> tuple[Tensor, Tensor]:
         outputs, sums = [], []
         group_size = self.n_heads // self.n_kv_heads
-        for _, scores in self._score_blocks(None, 0):
+        for _, scores in self.score_blocks():
             lse = self._with_sinks(scores).logsumexp(-1)
             # a padding query that may see nothing gets zeros, as from torch's own kernel, and not 0/0
             lse = lse.masked_fill(lse.isneginf(), 0.0)

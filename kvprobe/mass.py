@@ -17,6 +17,10 @@ from kvprobe.progress import Progress, silent
 from kvprobe.results import Row
 
 
+# queries at once: few enough that their scores stay in the processor's caches, and that causal blocks are half empty
+BLOCK = 128
+
+
 @dataclass(frozen=True)
 class Mass:
     """Attention mass of one forward, a mean over the queries from ``queries_from`` on (and over the batch).
@@ -147,6 +151,7 @@ def _even_share_of_token0(call: AttentionCall, queries_from: int) -> Tensor:
 def _share_of_positions(call: AttentionCall, lse: Tensor, queries_from: int) -> Tensor:
     length = call.query.shape[2]
     total = torch.zeros(call.key.shape[2], device=call.query.device)
-    for _, weights in call.visible_weights(start=queries_from):
+    for first, scores in call.score_blocks(BLOCK, start=queries_from):
+        weights = scores.sub_(lse[:, :, first : first + scores.shape[2], None]).exp_()
         total[: weights.shape[-1]] += weights.sum((0, 1, 2))
     return total / (call.query.shape[0] * call.n_heads * (length - queries_from))
