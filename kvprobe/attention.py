@@ -185,7 +185,7 @@ class AttentionCall:
         return query.reshape(batch, self.n_kv_heads, n_heads // self.n_kv_heads * q_len, head_dim)
 
     def score_blocks(self, block: int | None = None, *, start: int = 0) -> Iterator[tuple[int, Tensor]]:
-        """As :meth:`visible_weights`, before the softmax: scaled, capped, minus infinity where the query may not see."""
+        """As :meth:`visible_weights`, before the softmax: scaled, capped, minus infinity where nothing may be seen."""
         batch, n_heads, q_len, _ = self.query.shape
         kv_len = self.key.shape[2]
         block = max(1, BLOCK_ELEMENTS // (batch * n_heads * kv_len)) if block is None else block

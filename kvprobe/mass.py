@@ -16,7 +16,6 @@ from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Row
 
-
 # queries at once: few enough that their scores stay in the processor's caches, and that causal blocks are half empty
 BLOCK = 128
 

@@ -47,15 +47,14 @@ class Team:
         self._table, self._kinds = table, kinds
         self._gates = [threading.Lock() for _ in range(n_threads - 1)]
         closing = threading.Event()
-        for thread, gate in enumerate(self._gates, start=1):
+        threads = []
+        for number, gate in enumerate(self._gates, start=1):
             gate.acquire()
-            threading.Thread(
-                target=_serve,
-                args=(gate, closing, table, thread, kinds, arena),
-                name=f"kvprobe step {thread}",
-                daemon=True,
-            ).start()
-        weakref.finalize(self, _close, self._gates, closing)
+            # daemons, since the interpreter waits for others before it lets us close the team
+            arguments = (gate, closing, table, number, kinds, arena)
+            threads.append(threading.Thread(target=_serve, args=arguments, name=f"kvprobe step {number}", daemon=True))
+            threads[-1].start()
+        weakref.finalize(self, _close, self._gates, closing, threads)
 
     def run(self) -> None:
         """One step, from opening it to its last piece."""
@@ -79,7 +78,12 @@ def _release(gate: Any) -> None:
         gate.release()
 
 
-def _close(gates: list[Any], closing: Any) -> None:
+def _close(gates: list[Any], closing: Any, threads: list[threading.Thread]) -> None:
     closing.set()
     for gate in gates:
         _release(gate)
+    for thread in threads:
+        # a daemon that asks for the interpreter while it shuts down is ended inside compiled code, which aborts
+        # the whole process: let each return first
+        if thread is not threading.current_thread():
+            thread.join(timeout=10)

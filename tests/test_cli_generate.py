@@ -1,5 +1,6 @@
 import io
 import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -170,3 +171,12 @@ def test_an_empty_prompt_and_a_single_positional(run, gpt2_random, monkeypatch):
     monkeypatch.setattr(models, "load", load)
     assert run("The time").code == 1
     assert asked == ["gpt2"]
+
+
+def test_a_fresh_process_ends_in_order(gpt2_random):
+    # the compiled step's threads must be gone before the interpreter is
+    code = "import sys; from kvprobe.cli import main; main(sys.argv[1:])"
+    for _ in range(2):
+        command = [sys.executable, "-c", code, "generate", str(gpt2_random), "The time", "--max-new-tokens", "20"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
