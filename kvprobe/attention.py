@@ -94,6 +94,18 @@ class AttentionCall:
         assert lse is not None
         return output, lse
 
+    def attend_watched(self, see: Callable[[int, Tensor], None], *, block: int | None = None) -> Tensor:
+        """The model's own attention, a block of queries at a time, ``see(first, weights)`` being shown each block's.
+
+        For whoever wants every weight: scores are made once, for the weights and for the output, and not a second
+        time beside a kernel that keeps them to itself. ``first`` and ``weights`` as in :meth:`visible_weights`.
+        """
+        outputs = []
+        for first, weights in self.visible_weights(block):
+            see(first, weights)
+            outputs.append(self._weighted_values(weights))
+        return torch.cat(outputs, dim=2)
+
     def replaced(
         self,
         *,
@@ -195,9 +207,13 @@ class AttentionCall:
             query = self._grouped(self.query[:, :, first:last]).float() * self.scale
             scores = query @ self.key[:, :, :keys].float().transpose(-1, -2)
             scores = _capped(scores.view(batch, n_heads, last - first, keys), self.softcap)
-            causal = self.is_causal
-            keep = causal_keep(last - first, keys, device=scores.device) if causal else self._keep_rows(first, last)
-            yield first, scores.masked_fill_(~keep, -torch.inf)
+            if self.is_causal:
+                # of the keys up to the block's last query, only the block's own can lie after a query
+                own = causal_keep(last - first, device=scores.device)
+                scores[..., first:].masked_fill_(~own, -torch.inf)
+            else:
+                scores.masked_fill_(~self._keep_rows(first, last), -torch.inf)
+            yield first, scores
 
     def _keep_rows(self, first: int, last: int) -> Tensor:
         # a mask with one row stands for every query
@@ -255,17 +271,19 @@ class AttentionCall:
 
     def _blockwise(self) -> tuple[Tensor, Tensor]:
         outputs, sums = [], []
-        group_size = self.n_heads // self.n_kv_heads
         for _, scores in self.score_blocks():
             lse = self._with_sinks(scores).logsumexp(-1)
             # a padding query that may see nothing gets zeros, as from torch's own kernel, and not 0/0
             lse = lse.masked_fill(lse.isneginf(), 0.0)
-            weights = torch.exp(scores - lse[..., None]).to(self.value.dtype)
-            batch, n_heads, rows, keys = weights.shape
-            grouped = weights.view(batch, self.n_kv_heads, group_size * rows, keys)
-            outputs.append((grouped @ self.value[:, :, :keys]).view(batch, n_heads, rows, -1))
+            outputs.append(self._weighted_values(torch.exp(scores - lse[..., None])))
             sums.append(lse)
         return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+
+    def _weighted_values(self, weights: Tensor) -> Tensor:
+        # of the first keys only, where the rest is not visible to the block
+        batch, n_heads, rows, keys = weights.shape
+        grouped = weights.to(self.value.dtype).reshape(batch, self.n_kv_heads, n_heads // self.n_kv_heads * rows, keys)
+        return (grouped @ self.value[:, :, :keys]).view(batch, n_heads, rows, -1)
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:

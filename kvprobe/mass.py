@@ -1,7 +1,8 @@
 """Where does attention go? Mass on token 0 or on any position, per layer and head, without ever holding a map.
 
 The weight of one key needs no map: ``weight(q, k) = exp(score(q, k) - lse(q))``, and the kernel that computes
-attention gives the log-sum-exp ``lse`` for nothing.
+attention gives the log-sum-exp ``lse`` for nothing. The share of every position needs every weight, a block of queries
+at a time.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from kvprobe.progress import Progress, silent
 from kvprobe.results import Row
 
 # queries at once: few enough that their scores stay in the processor's caches, and that causal blocks are half empty
-BLOCK = 128
+BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,17 @@ def measure(
     share: dict[int, Tensor] = {}
 
     def watch(call: AttentionCall) -> Tensor:
-        output, lse = call.attend_with_lse()
-        weight = torch.exp(call.scores_of(0) - lse)[..., queries_from:]
-        token0[call.layer] = weight.mean((0, 2)).cpu()
+        if positions:
+            output, token0[call.layer], share[call.layer] = _attend_with_shares(call, queries_from)
+        else:
+            output, lse = call.attend_with_lse()
+            token0[call.layer] = torch.exp(call.scores_of(0) - lse)[..., queries_from:].mean((0, 2)).cpu()
         if not token0[call.layer].isfinite().all():
             raise KvprobeError(
                 f"attention is not finite in layer {call.layer} at {str(call.query.dtype).removeprefix('torch.')}: "
                 "try --dtype float32, and check the checkpoint"
             )
         uniform[call.layer] = _even_share_of_token0(call, queries_from)
-        if positions:
-            share[call.layer] = _share_of_positions(call, lse, queries_from).cpu()
         progress("attention", call.layer + 1, n_layers, "layers")
         return output
 
@@ -147,10 +148,17 @@ def _even_share_of_token0(call: AttentionCall, queries_from: int) -> Tensor:
     return (keep[..., 0] / keep.sum(-1).clamp(min=1)).float().mean().cpu()
 
 
-def _share_of_positions(call: AttentionCall, lse: Tensor, queries_from: int) -> Tensor:
-    length = call.query.shape[2]
+def _attend_with_shares(call: AttentionCall, queries_from: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention, the mass on token 0 ``[n_heads]`` and that on every position ``[kv_len]``, both on the CPU."""
+    batch, n_heads, length, _ = call.query.shape
+    token0 = torch.zeros(n_heads, device=call.query.device)
     total = torch.zeros(call.key.shape[2], device=call.query.device)
-    for first, scores in call.score_blocks(BLOCK, start=queries_from):
-        weights = scores.sub_(lse[:, :, first : first + scores.shape[2], None]).exp_()
-        total[: weights.shape[-1]] += weights.sum((0, 1, 2))
-    return total / (call.query.shape[0] * call.n_heads * (length - queries_from))
+
+    def see(first: int, weights: Tensor) -> None:
+        counted = weights[:, :, max(0, queries_from - first) :]
+        token0.add_(counted[..., 0].sum((0, 2)))
+        total[: counted.shape[-1]] += counted.sum((0, 1, 2))
+
+    output = call.attend_watched(see, block=BLOCK)
+    n_queries = batch * (length - queries_from)
+    return output, (token0 / n_queries).cpu(), (total / (n_queries * n_heads)).cpu()
