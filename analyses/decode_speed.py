@@ -6,8 +6,10 @@
     python -m analyses.decode_speed smollm2-135m --gguf smollm2-f32.gguf     llama.cpp too, where llama_cpp is installed
 
 Every way reads the prompt and then decodes greedily, token by token; all ways take turns, in changing order, and a
-speed-up is the median over the rounds of the first way's time to this way's in the same round. Targets on two cores
-at context 512, float32: decode 4.0× and prefill 1.5× Hugging Face's with DynamicCache, 0.8 of the read bandwidth.
+speed-up is the median over the rounds of the first way's time to this way's in the same round. Kernels that do nothing
+but read memory take turns with them: the bandwidth is the best kernel's median, as a step's time is a median. Targets
+on two cores at context 512, float32: decode 4.0× and prefill 1.5× Hugging Face's with DynamicCache, 0.8 of the read
+bandwidth.
 """
 
 import statistics
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvprobe import fast, models
-from kvprobe.bench import cores, measure_machine
+from kvprobe.bench import BUFFER_BYTES, cores, readers
 from kvprobe.console import emit
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.errors import KvprobeError
@@ -34,6 +36,8 @@ from kvprobe.unpretrained import load_random
 
 # seconds of the prefill and of each decode step of one run
 Run = Callable[[], list[float]]
+# how often each kernel reads its buffer in a round
+READS = 12
 
 
 def run(
@@ -49,10 +53,11 @@ def run(
     compiled: bool = False,
     gguf: str | None = None,
 ) -> Result:
-    """Rows ``phase, way, ms_median, ms_low, ms_high, tokens_per_s, speedup, fraction_of_bandwidth``.
+    """Rows ``phase, way, ms_median, ms_low, ms_high, tokens_per_s, speedup, gb_per_s, fraction``.
 
-    Milliseconds of one decode step, or of the whole prefill; quartiles over all steps of all rounds. The fraction is
-    of the best rate at which a kernel reads memory here, by the bytes that no step can do without; null for prefill.
+    Milliseconds of one decode step, of the whole prefill, or (phase ``read``) of reading `BUFFER_BYTES` once; quartiles
+    over all of all rounds. The fraction is of the reading kernel with the best median, by the bytes that no step can do
+    without; null for prefill.
     """
     if n_new < 2:
         raise ValueError(f"n_new must be at least 2 (one token is prefill's), got {n_new}")
@@ -68,17 +73,16 @@ def run(
         decoder = from_hf(loaded.model)
         decoder.check_length(n_prompt + n_new)
         ways, steps, start_ups = _ways(loaded, decoder, ids, n_new, compiled=compiled, gguf=gguf)
-        machine = measure_machine(getattr(torch, dtype))
-        taken = _in_turns(ways, repeats)
-        # a shared machine drifts: what it could do before and after
-        machine = machine.best_of(measure_machine(getattr(torch, dtype)))
+        with readers("cpu") as kernels:
+            reading = {name: partial(_read, kernel) for name, kernel in kernels.items()}
+            taken = _in_turns(ways | reading, repeats)
         settings = _settings(loaded) | {"n_prompt": n_prompt, "n_new": n_new, "repeats": repeats}
         record = run_record(settings, steps=steps, start_up_s=start_ups, threads=torch.get_num_threads())
     finally:
         torch.set_num_threads(before)
     moved = Shape.of(decoder).decode(n_prompt + n_new // 2).bytes_moved
-    rows = _rows(taken, n_prompt=n_prompt, bytes_moved=moved, bandwidth=machine.ceilings.bandwidth)
-    return Result("decode_speed", rows, record | {"machine": machine.record()})
+    reads = {name: [second for each in taken.pop(name) for second in each] for name in reading}
+    return Result("decode_speed", _rows(taken, reads, n_prompt=n_prompt, bytes_moved=moved), record)
 
 
 def _ways(
@@ -103,6 +107,15 @@ def _ways(
     if gguf is not None:
         ways["llama.cpp"] = _llama_cpp(gguf, ids, n_new)
     return ways, steps, start_ups
+
+
+def _read(kernel: Callable[[], object]) -> list[float]:
+    taken = []
+    for _ in range(READS):
+        started = time.perf_counter()
+        kernel()
+        taken.append(time.perf_counter() - started)
+    return taken
 
 
 def _hugging_face(model: Any, ids: Tensor, n_new: int, *, static: bool = False, compiled: bool = False) -> list[float]:
@@ -168,21 +181,32 @@ def _in_turns(ways: dict[str, Run], repeats: int) -> dict[str, list[list[float]]
     return taken
 
 
-def _rows(taken: dict[str, list[list[float]]], *, n_prompt: int, bytes_moved: int, bandwidth: float) -> list[Row]:
+def _rows(
+    taken: dict[str, list[list[float]]], reads: dict[str, list[float]], *, n_prompt: int, bytes_moved: int
+) -> list[Row]:
     rows: list[Row] = []
     reference = next(iter(taken.values()))
+    bandwidth = BUFFER_BYTES / min(map(statistics.median, reads.values()))
     for phase, start, stop, n_tokens in (("prefill", 0, 1, n_prompt), ("decode", 1, None, 1)):
         for way, rounds in taken.items():
-            seconds = [second for each in rounds for second in each[start:stop]]
-            # one run has no quartiles
-            low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+            row = {"phase": phase, "way": way, **_quartiles([second for each in rounds for second in each[start:stop]])}
             pairs = zip(reference, rounds, strict=True)
             speedups = [statistics.median(its[start:stop]) / statistics.median(ours[start:stop]) for its, ours in pairs]
-            row = {"phase": phase, "way": way, "ms_median": 1e3 * median, "ms_low": 1e3 * low, "ms_high": 1e3 * high}
+            median = row["ms_median"] / 1e3
             row |= {"tokens_per_s": n_tokens / median, "speedup": statistics.median(speedups)}
             fraction = bytes_moved / median / bandwidth if phase == "decode" else None
-            rows.append(row | {"fraction_of_bandwidth": fraction})
+            rows.append(row | {"gb_per_s": bytes_moved / median / 1e9 if fraction else None, "fraction": fraction})
+    for name, seconds in reads.items():
+        rate = BUFFER_BYTES / statistics.median(seconds)
+        row = {"phase": "read", "way": name, **_quartiles(seconds), "tokens_per_s": None, "speedup": None}
+        rows.append(row | {"gb_per_s": rate / 1e9, "fraction": rate / bandwidth})
     return rows
+
+
+def _quartiles(seconds: list[float]) -> Row:
+    # one run has no quartiles
+    low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+    return {"ms_median": 1e3 * median, "ms_low": 1e3 * low, "ms_high": 1e3 * high}
 
 
 def _settings(loaded: models.Loaded) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def measure_machine(
     what = "measuring the machine"
     reads: dict[str, float] = {}
     products: dict[str, float] = {}
-    with _readers(device, buffer_bytes) as kernels:
+    with readers(device, buffer_bytes) as kernels:
         for done, (name, run) in enumerate(kernels.items()):
             progress(what, done, len(kernels) + 1)
             reads[name] = buffer_bytes / _best(run, clock, seconds)
@@ -202,8 +202,9 @@ def _best(run: Callable[[], object], clock: Clock, seconds: float) -> float:
 
 
 @contextmanager
-def _readers(device: torch.device, n_bytes: int) -> Iterator[dict[str, Callable[[], object]]]:
-    """Ways to read a buffer of ``n_bytes`` once."""
+def readers(device: torch.device | str, n_bytes: int = BUFFER_BYTES) -> Iterator[dict[str, Callable[[], object]]]:
+    """Kernels, by name, each of which reads a buffer of ``n_bytes`` once, with as many threads as there are cores."""
+    device = torch.device(device)
     buffer = torch.ones(n_bytes // 4, device=device)
     ways: dict[str, Callable[[], object]] = {"torch sum": buffer.sum, "torch dot": lambda: _halves_dot(buffer)}
     if device.type != "cpu":

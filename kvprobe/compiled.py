@@ -19,7 +19,7 @@ from kvprobe.decoder import Block, Decoder, Norm
 from kvprobe.team import Arena, Team
 
 # What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads waiting at a phase's end.
-PIECE_BYTES = 96 * 1024
+PIECE_BYTES = 384 * 1024
 
 
 class NumbaStep:

@@ -100,14 +100,14 @@ def power_of_two(context: Any, exponent: Any) -> Any:
 
 @_intrinsic
 def prefetch(context: Any, address: Any) -> Any:
-    """Ask for the cache line at ``address``, which need not exist."""
+    """Ask for the cache line at ``address``, which need not exist, into the second cache: it will be read soon."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         call = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        # to be read, into the nearest cache, data
-        builder.call(call, [builder.inttoptr(arguments[0], byte), word(0), word(3), word(1)])
+        # to be read, into the second cache, data
+        builder.call(call, [builder.inttoptr(arguments[0], byte), word(0), word(2), word(1)])
         return context.get_dummy_value()
 
     return types.void(types.int64), code

@@ -1,19 +1,20 @@
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from analyses import decode_speed
-from kvprobe.bench import Machine
 
 
 def test_every_way_is_timed_on_a_tiny_model(gpt2_random, monkeypatch):
     pytest.importorskip("numba")
-    monkeypatch.setattr(decode_speed, "measure_machine", lambda dtype: Machine({"sum": 1e9}, {"product": 1e9}))
+    monkeypatch.setattr(decode_speed, "readers", lambda device: nullcontext({"sum": lambda: sum(range(1000))}))
     before = torch.get_num_threads()
     result = decode_speed.run(str(gpt2_random), text="bundled", n_prompt=20, n_new=4, repeats=2, threads=1)
     ways = ["Hugging Face, DynamicCache", "Hugging Face, StaticCache", "ours, torch step", "ours, fastest step"]
-    assert [(row["phase"], row["way"]) for row in result.rows] == [(p, w) for p in ("prefill", "decode") for w in ways]
+    expected = [(phase, way) for phase in ("prefill", "decode") for way in ways] + [("read", "sum")]
+    assert [(row["phase"], row["way"]) for row in result.rows] == expected
     assert result.run["steps"] == {"ours, torch step": "torch", "ours, fastest step": "numba"}
     assert torch.get_num_threads() == before
     assert [row["speedup"] for row in result.rows if row["way"] == ways[0]] == [1, 1]
@@ -23,14 +24,18 @@ def test_rows_by_hand():
     # rounds of a prefill and two steps; the second way is 2, 4 and 3 times as fast in decode, prefill always twice
     theirs, ours = [[8.0, 2.0, 2.0], [8.0, 4.0, 4.0], [4.0, 3.0, 3.0]], [[4.0, 1.0, 1.0]] * 2 + [[2.0, 1.0, 1.0]]
     taken = {"theirs": theirs, "ours": ours}
-    rows = decode_speed._rows(taken, n_prompt=16, bytes_moved=50, bandwidth=100.0)
-    prefill, decode = rows[1], rows[3]
+    # the better kernel's median reads the buffer in two seconds
+    half = decode_speed.BUFFER_BYTES // 2
+    reads = {"slow": [4.0, 4.0], "fast": [1.0, 2.0, 9.0]}
+    rows = decode_speed._rows(taken, reads, n_prompt=16, bytes_moved=half // 2)
+    prefill, decode, slow, fast = rows[1], *rows[3:]
     assert (prefill["phase"], prefill["way"], prefill["speedup"]) == ("prefill", "ours", 2.0)
-    assert (prefill["tokens_per_s"], prefill["fraction_of_bandwidth"]) == (4.0, None)
+    assert (prefill["tokens_per_s"], prefill["fraction"]) == (4.0, None)
     assert decode == {
         **{"phase": "decode", "way": "ours", "ms_median": 1000.0, "ms_low": 1000.0, "ms_high": 1000.0},
-        **{"tokens_per_s": 1.0, "speedup": 3.0, "fraction_of_bandwidth": 0.5},
+        **{"tokens_per_s": 1.0, "speedup": 3.0, "gb_per_s": half / 2e9, "fraction": 0.5},
     }
+    assert [(row["phase"], row["fraction"]) for row in (slow, fast)] == [("read", 0.5), ("read", 1.0)]
 
 
 def test_llama_cpp_that_is_not_there_and_too_few_tokens_are_refused(gpt2_random, monkeypatch):
