@@ -3,8 +3,8 @@
     with fastest(decoder, n_tokens):
         decoder.body(ids, cache=cache)
 
-The decoder stays as it is written: inside the block torch's own ``linear`` and attention are answered by what is
-faster on this machine. A prompt is bound by arithmetic, and libraries differ in it by a factor on one processor and
+The decoder stays as it is written: inside the block torch's own ``linear`` is answered by what is faster on this
+machine. A prompt is bound by arithmetic, and libraries differ in it by a factor on one processor and
 by nothing on another; 16-bit products without the instructions for them are slower than widening the weights first.
 """
 
@@ -27,8 +27,6 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 FEWEST_TOKENS = 64
 # how much faster than torch's own another product must be
 GAIN = 1.05
-# queries at once: scores of half the square are never made
-BLOCK = 64
 
 
 def _torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -101,7 +99,7 @@ def _quickest(names: tuple[str, ...], x: Tensor, weight: Tensor) -> str:
 
 
 class _Instead(TorchFunctionMode):
-    """Answers ``F.linear`` and plain causal attention; everything else is torch's."""
+    """Answers ``F.linear`` and, where 16 bits are widened, attention; everything else is torch's."""
 
     def __init__(self, linear: Linear, *, widen: bool) -> None:
         super().__init__()
@@ -111,38 +109,11 @@ class _Instead(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             return self.linear(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and self.widen:
+            return self._widened_attention(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _attention(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-        q_len = query.shape[2]
-        dtype = query.dtype
-        if self.widen:
-            query, key, value = query.float(), key.float(), value.float()
-        if how.get("is_causal") and q_len == key.shape[2] and q_len >= 2 * BLOCK:
-            return causal_attention(query, key, value, scale=how["scale"]).to(dtype)
-        if self.widen and how.get("attn_mask") is not None and how["attn_mask"].is_floating_point():
+    def _widened_attention(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        if how.get("attn_mask") is not None and how["attn_mask"].is_floating_point():
             how["attn_mask"] = how["attn_mask"].float()
-        return F.scaled_dot_product_attention(query, key, value, **how).to(dtype)
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    """Causal attention `BLOCK` queries at a time, each block over the keys it may see: half the square's work.
-
-    ``query`` ``[batch, n_heads, length, head_dim]``, ``key`` and ``value`` with n_kv_heads, which all queries of a
-    group read as one matrix.
-    """
-    batch, n_heads, length, head_dim = query.shape
-    n_kv_heads = key.shape[1]
-    output = query.new_empty(batch, n_heads, length, value.shape[-1])
-    grouped = (query * scale).view(batch, n_kv_heads, -1, length, head_dim)
-    future = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=query.device).triu(1)
-    for first in range(0, length, BLOCK):
-        last = min(first + BLOCK, length)
-        rows = last - first
-        scores = grouped[:, :, :, first:last].flatten(2, 3) @ key[:, :, :last].transpose(2, 3)
-        scores.unflatten(2, (-1, rows))[..., first:].masked_fill_(future[:rows, :rows], -torch.inf)
-        mixed = scores.softmax(-1) @ value[:, :, :last]
-        output[:, :, first:last] = mixed.view(batch, n_heads, rows, -1)
-    return output
+        return F.scaled_dot_product_attention(query.float(), key.float(), value.float(), **how).to(query.dtype)
