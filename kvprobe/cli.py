@@ -2,15 +2,21 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from kvprobe import __version__
 from kvprobe.errors import KvprobeError
+from kvprobe.process import settle
+from kvprobe.progress import Progress
+
+if TYPE_CHECKING:
+    from kvprobe.models import Loaded
+    from kvprobe.subject import Subject
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -95,7 +101,7 @@ def output_options() -> tuple[Callable[[Any], Any], ...]:
         click.option(
             "--out",
             type=click.Path(dir_okay=False),
-            callback=_checked_parent,
+            callback=checked_parent,
             help="Write the result to FILE, whole or not at all, instead of standard output.",
         ),
         click.option("--quiet", is_flag=True, help="No progress and no notices."),
@@ -128,8 +134,32 @@ def passage_options(command: Command) -> Command:
     return command
 
 
+def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "Loaded":
+    """The model of a command with the ``common`` options; with ``--random-weights`` one of its shape."""
+    device = None if options["device"] == "auto" else options["device"]
+    if options.get("random_weights"):
+        from kvprobe.unpretrained import load_random
+
+        return load_random(model, dtype=options["dtype"], device=device, seed=options["seed"], progress=progress)
+    from kvprobe import models
+
+    return models.load(model, dtype=options["dtype"], device=device, progress=progress)
+
+
+def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **more: Any) -> "Subject":
+    """The model and passage of a command with the ``common`` and ``passage_options``.
+
+    ``more`` goes to :func:`kvprobe.subject.prepare` too, and before the options.
+    """
+    from kvprobe.subject import prepare
+
+    given = {name: options[name] for name in ("text", "tokens", "bos", "dtype", "device")}
+    return prepare(model, **(given | more), progress=progress)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0, 1 for what the user can mend, 2 for usage, 130 for Ctrl-C."""
+    settle()
     try:
         status = cli.main(args=arguments, prog_name="kvprobe", standalone_mode=False)
         sys.stdout.flush()
@@ -167,10 +197,11 @@ def _one_line(error: Exception) -> str:
 def _checked_plot(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     if value is not None and Path(value).suffix.lower() not in PLOT_ENDINGS:
         raise click.BadParameter(f"{value!r} must end in one of {', '.join(PLOT_ENDINGS)}", ctx, param)
-    return _checked_parent(ctx, param, value)
+    return checked_parent(ctx, param, value)
 
 
-def _checked_parent(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+def checked_parent(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """A click callback: the file can be written, and ``--out`` and ``--plot`` are not the same; else a usage error."""
     if value == "":
         raise click.BadParameter("a file name is needed", ctx, param)
     other = ctx.params.get("out" if param.name == "plot" else "plot")

@@ -49,6 +49,21 @@ class Loaded:
     dtype: str
     device: str
 
+    def record(self) -> dict[str, Any]:
+        """What a run record says of the model and where it runs: names and fingerprints, never a path."""
+        import torch
+
+        return {
+            "model": self.name,
+            "revision": self.revision,
+            "source": self.source,
+            "dtype": self.dtype,
+            "device": self.device,
+            "gpu": torch.cuda.get_device_name() if self.device.startswith("cuda") else None,
+            "threads": torch.get_num_threads(),
+            "family": self.spec.family,
+        }
+
 
 def load(name: str, *, dtype: str = "float32", device: str | None = None, progress: Progress = silent) -> Loaded:
     """Loads a model by name: a pulled one, a local directory, a ``.gguf`` file, or a hub repository, in this order.

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvprobe import models, passages
@@ -33,40 +32,35 @@ class Subject:
 
     def record(self) -> dict[str, Any]:
         """What a run record says of both: names and fingerprints, never a path."""
-        return {
-            "model": self.loaded.name,
-            "revision": self.loaded.revision,
-            "source": self.loaded.source,
-            "dtype": self.loaded.dtype,
-            "device": self.loaded.device,
-            "gpu": torch.cuda.get_device_name() if self.loaded.device.startswith("cuda") else None,
-            "threads": torch.get_num_threads(),
-            "family": self.loaded.spec.family,
-            **passages.run_record(self.passage),
-        }
+        return self.loaded.record() | passages.run_record(self.passage)
 
 
 def prepare(
     model: str,
     *,
     text: str = "bundled",
-    tokens: int = 1024,
+    tokens: int | None = 1024,
     bos: Bos = "auto",
     dtype: str = "float32",
     device: str = "auto",
     unlimited: bool = False,
     progress: Progress = silent,
 ) -> Subject:
-    """Load ``model`` and cut a passage of ``tokens`` ids, BOS included, from ``text``.
+    """Load ``model`` and cut a passage of ``tokens`` ids, BOS included, from ``text``; None takes all of the text.
 
     Raises KvprobeError for a text or model that cannot be had, a text too short, and a passage longer than the
     model's positions, unless ``unlimited``: for passes that never use a position beyond the model's.
     """
-    if tokens < 2:
+    if tokens is not None and tokens < 2:
         raise ValueError(f"tokens must be at least 2, got {tokens}")
     # the text first: a wrong file name should not wait for a model to load
     read = passages.read_text(text, progress=progress)
     loaded = models.load(model, dtype=dtype, device=None if device == "auto" else device, progress=progress)
+    if tokens is None:
+        progress(f"tokenising {read.name}", 0, None)
+        # as one piece: a tokenizer that puts a space before the text would put one before every piece
+        content = loaded.tokenizer(read.text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = len(passages.front_ids(loaded.tokenizer, bos)) + len(content)
     limit = loaded.spec.max_positions
     if limit is not None and tokens > limit and not unlimited:
         raise KvprobeError(f"{loaded.name} has {limit:,} positions, fewer than {tokens:,} tokens: use --tokens {limit}")

@@ -1,13 +1,10 @@
 """``kvprobe cache``: what does the KV cache cost, and which lever would make it how much smaller?"""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from kvprobe.cli import common
-
-if TYPE_CHECKING:
-    from kvprobe.spec import Spec
 
 COLUMNS = ("lever", "context", "bytes", "bytes_per_token", "relief", "outweighs_at", "stops_at")
 
@@ -51,84 +48,27 @@ def command(model: str, **options: Any) -> None:
       kvprobe cache deepseek-v3 --dtype bfloat16 --batch 64 --plot cache.png
       kvprobe cache gemma-3-27b --context 131072 --dtype bfloat16   where sliding layers stop
     """
-    import time
+    from kvprobe.console import emit, progress_bar, save_plot
+    from kvprobe.experiments import cache
+    from kvprobe.results import Result
 
-    from kvprobe.bill import DTYPE_BYTES, describe
-    from kvprobe.console import emit, save_plot
-    from kvprobe.relief import rows
-    from kvprobe.results import Result, run_record
-
-    started = time.perf_counter()
-    spec, record = _shape(model, quiet=options["quiet"])
-    dtype, batch = options["dtype"], options["batch"]
-    weights_bytes, source = None, "not known: the family has no closed form here"
-    if spec.n_parameters is not None:
-        weights_bytes, source = spec.n_parameters * DTYPE_BYTES[dtype], "closed form of the configuration"
-    if options["weights_bytes"] is not None:
-        weights_bytes, source = int(options["weights_bytes"]), "given"
-    settings = {
-        "batch": batch,
-        "dtype": dtype,
-        "weights_bytes": weights_bytes,
-        "window": options["window"],
-        "n_sink": options["sinks"],
-        "rank": options["rank"],
-    }
-    contexts = list(options["contexts"]) or _default_contexts(spec.max_positions)
-    found = rows(spec, contexts=contexts, **settings)
-    run = run_record(
-        record,
-        settings,
-        family=spec.family,
-        shape=describe(spec),
-        n_parameters=spec.n_parameters,
-        weights_source=source,
-        max_positions=spec.max_positions,
-        contexts=contexts,
-        wall_s=round(time.perf_counter() - started, 3),
+    with progress_bar(options["quiet"]) as progress:
+        spec, about = cache.find_shape(model, progress=progress)
+    result = cache.run(
+        spec,
+        about=about,
+        n_sink=options["sinks"],
+        weights_bytes=None if options["weights_bytes"] is None else int(options["weights_bytes"]),
+        **{name: options[name] for name in ("contexts", "batch", "dtype", "window", "rank")},
     )
-    result = Result("cache", found, run)
-    shown = Result("cache", _readable(found), run) if options["format_"] == "table" else result
-    emit(shown, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(run))
+    as_table = options["format_"] == "table"
+    shown = Result("cache", _readable(result.rows), result.run) if as_table else result
+    emit(shown, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(result.run))
     if options["plot"]:
         from kvprobe.plots.cache import figure
 
-        # as far as the cache outweighs the weights, where it does within reach: that is what the picture is about
-        reach = max(*contexts, min(2 * (found[0]["outweighs_at"] or 0), 2**24), 2048)
-        growth = rows(spec, contexts=[2**power for power in range(7, reach.bit_length() + 1)], **settings)
-        save_plot(figure(growth, [row for row in found if row["context"] == contexts[-1]], run), options["plot"])
-
-
-def _shape(model: str, *, quiet: bool) -> tuple["Spec", dict[str, Any]]:
-    """The model's shape, and what a run record says of it; a directory or file goes before a published name."""
-    from pathlib import Path
-
-    from kvprobe import catalogue
-
-    item = catalogue.look_up(model)
-    if item is not None and not Path(model).is_dir():
-        return item.spec, {"model": item.name, "revision": item.source, "source": "catalogue"}
-    from kvprobe import models
-    from kvprobe.console import progress_bar
-    from kvprobe.errors import KvprobeError, UnsupportedModelError
-
-    try:
-        with progress_bar(quiet) as progress:
-            spec = models.load_spec(model, progress=progress)
-            found = models.find(model, only_config=True, progress=progress)
-    except UnsupportedModelError:
-        raise
-    except KvprobeError as error:
-        known = ", ".join(catalogue.published())
-        raise KvprobeError(f"{error}; without a network, `kvprobe cache` knows {known}") from error
-    return spec, {"model": found.name, "revision": found.revision, "source": found.source}
-
-
-def _default_contexts(max_positions: int | None) -> list[int]:
-    usual = [1024, 8192]
-    if max_positions is None:
-        return usual
-    return sorted({*(context for context in usual if context < max_positions), max_positions})
+        longest = [row for row in result.rows if row["context"] == result.run["contexts"][-1]]
+        save_plot(figure(cache.growth(spec, result), longest, result.run), options["plot"])
 
 
 def _readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import common
+from kvprobe.cli import common, load_model
 
 if TYPE_CHECKING:
     from kvprobe.caches import KVCache
@@ -63,7 +63,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
     import time
 
-    from kvprobe import fast, models, passages
+    from kvprobe import fast, passages
     from kvprobe.console import emit, notice, progress_bar
     from kvprobe.decoder import from_hf
     from kvprobe.generate import Generation, Sampling, pieces, stream
@@ -74,8 +74,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     if prompt == "-":
         prompt = passages.read_text("-").text.removesuffix("\n")
     with progress_bar(options["quiet"]) as progress:
-        device = None if options["device"] == "auto" else options["device"]
-        loaded = models.load(name, dtype=options["dtype"], device=device, progress=progress)
+        loaded = load_model(name, options, progress)
     decoder = from_hf(loaded.model)
     ids = _prompt_ids(loaded.tokenizer, prompt, options["bos"])
     cache = _cache(decoder, ids, options)
@@ -122,7 +121,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     }
     if options["format_"] != "table":
         run = run_record(
-            _model_record(loaded),
+            loaded.record(),
             **{
                 key: options[key]
                 for key in ("bos", "max_new_tokens", "temperature", "top_k", "top_p", "window", "seed")
@@ -140,7 +139,6 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     notice(_summary(generation, len(ids)), quiet=options["quiet"])
 
 
-# one row has nothing to draw
 def _names_a_model(word: str) -> bool:
     from pathlib import Path
 
@@ -149,6 +147,7 @@ def _names_a_model(word: str) -> bool:
     return word in CATALOGUE or word.endswith(".gguf") or (Path(word) / "config.json").is_file()
 
 
+# one row has nothing to draw
 command.params = [option for option in command.params if option.name != "plot"]
 
 
@@ -177,11 +176,6 @@ def _prompt_ids(tokenizer: Any, prompt: str, bos: "Bos") -> list[int]:
     from kvprobe.passages import front_ids  # one BOS policy for passages and prompts
 
     return [*front_ids(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]]
-
-
-def _model_record(loaded: Any) -> dict[str, Any]:
-    names = ("revision", "source", "dtype", "device")
-    return {"model": loaded.name, **{name: getattr(loaded, name) for name in names}, "family": loaded.spec.family}
 
 
 def _eos(loaded: Any) -> list[int]:

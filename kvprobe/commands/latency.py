@@ -1,16 +1,11 @@
 """``kvprobe latency``: how long does a token take, with a cache and without, and what would the machine allow?"""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from kvprobe.cli import common
+from kvprobe.cli import common, load_model
 
-if TYPE_CHECKING:
-    from kvprobe.models import Loaded
-    from kvprobe.progress import Progress
-
-DEFAULT_CONTEXTS = (128, 512, 1024)
 COLUMNS = (
     "phase",
     "context",
@@ -96,90 +91,26 @@ def command(model: str, **options: Any) -> None:
       kvprobe latency gpt-124m --random-weights --end-to-end --naive-samples 8
       kvprobe latency smollm2-135m --no-compile       what compiling the decode step brings
     """
-    import time
-
-    import torch
-
-    from kvprobe.bench import measure_machine
     from kvprobe.console import emit, notice, progress_bar, save_plot
-    from kvprobe.decoder import from_hf
-    from kvprobe.latency import PHASES, Bench
-    from kvprobe.results import Result, run_record
-    from kvprobe.roofline import Shape
+    from kvprobe.experiments import latency
+    from kvprobe.results import Result
 
-    started = time.perf_counter()
+    settings = {name: options[name] for name in ("contexts", "compiled", "repeats", "seconds", "naive_samples", "seed")}
+    # what is left out takes the experiment's own default
+    settings |= {name: options[name] for name in ("batches", "phases") if options[name]}
+    if options["end_to_end"]:
+        settings["end_to_end"] = options["prompt_tokens"], options["new_tokens"]
     with progress_bar(options["quiet"]) as progress:
-        loaded = load(model, options, progress)
-        decoder = from_hf(loaded.model)
-        limit = decoder.config.max_positions
-        contexts = options["contexts"] or tuple(n for n in DEFAULT_CONTEXTS if n <= limit) or (limit,)
-        batches = options["batches"] or (1,)
-        bench = Bench(
-            decoder=decoder,
-            compiled=options["compiled"],
-            repeats=options["repeats"],
-            seconds=options["seconds"],
-            seed=options["seed"],
-            progress=progress,
-        )
-        # both refuse what cannot be before anything is timed
-        parts = [bench.measure(contexts, batches=batches, phases=options["phases"] or PHASES)]
-        if options["end_to_end"]:
-            parts.append(
-                bench.end_to_end(
-                    options["prompt_tokens"], options["new_tokens"], naive_samples=options["naive_samples"]
-                )
-            )
-        dtype = getattr(torch, options["dtype"])
-        # before and after: a shared machine drifts, and a ceiling is the best it does
-        machine = measure_machine(dtype, loaded.device, progress=progress)
-        observations = [observation for part in parts for observation in part]
-        machine = machine.best_of(measure_machine(dtype, loaded.device))
-    for note in bench.notes:
+        result = latency.run(load_model(model, options, progress), **settings, progress=progress)
+    rows, run = result.rows, result.run
+    for note in run["notes"]:
         notice(note, quiet=options["quiet"])
-    ceilings, shape = machine.ceilings, Shape.of(decoder)
-    rows = [observation.row(ceilings, options["dtype"]) for observation in observations]
-    run = run_record(
-        record(loaded),
-        machine.record(),
-        contexts=[*contexts],
-        batches=[*batches],
-        compiled=options["compiled"],
-        start_up_s=bench.start_ups,
-        repeats=options["repeats"],
-        seconds=options["seconds"],
-        prompt_tokens=options["prompt_tokens"] if options["end_to_end"] else None,
-        new_tokens=options["new_tokens"] if options["end_to_end"] else None,
-        naive_samples=options["naive_samples"],
-        arithmetic_binds_at_batch={context: ceilings.binding_batch(shape, context) for context in contexts},
-        seed=options["seed"],
-        wall_s=round(time.perf_counter() - started, 3),
-    )
-    result = Result("latency", rows, run)
     shown = Result("latency", _readable(rows), run) if options["format_"] == "table" else result
     emit(shown, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(rows, run))
     if options["plot"]:
         from kvprobe.plots.latency import figure
 
         save_plot(figure(rows, run), options["plot"])
-
-
-def load(model: str, options: dict[str, Any], progress: "Progress") -> "Loaded":
-    """The model, or one of its shape with random weights."""
-    device = None if options["device"] == "auto" else options["device"]
-    if options["random_weights"]:
-        from kvprobe.unpretrained import load_random
-
-        return load_random(model, dtype=options["dtype"], device=device, seed=options["seed"], progress=progress)
-    from kvprobe import models
-
-    return models.load(model, dtype=options["dtype"], device=device, progress=progress)
-
-
-def record(loaded: "Loaded") -> dict[str, Any]:
-    """What a run record says of the model."""
-    names = ("revision", "source", "dtype", "device")
-    return {"model": loaded.name, **{name: getattr(loaded, name) for name in names}, "family": loaded.spec.family}
 
 
 def _readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

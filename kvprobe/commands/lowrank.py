@@ -1,13 +1,17 @@
 """``kvprobe lowrank``: what rank do keys and values have, and what does a smaller one cost?"""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from kvprobe.cli import common, passage_options
+from kvprobe.cli import common, load_subject, passage_options
 
-COLUMNS = (
+if TYPE_CHECKING:
+    from kvprobe.results import Result
+    from kvprobe.subject import Subject
+
+COLUMNS: tuple[str, ...] = (
     "rank", "loss", "perplexity", "delta", "delta_low", "delta_high", "energy", "latent_bytes", "basis_bytes", "ratio",
     "notional_ratio", "break_even_tokens",
 )  # fmt: skip
@@ -87,14 +91,10 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
                 raise click.UsageError(f"--spectrum looks at the untruncated pass and takes no {option}", ctx)
     if options["fit_text"] is not None and options["basis"] != "heldout":
         raise click.UsageError(f"--fit-text is for --basis heldout, not for --basis {options['basis']}", ctx)
-    import time
-
     from kvprobe.console import progress_bar
-    from kvprobe.subject import prepare
+    from kvprobe.experiments import lowrank
 
-    started = time.perf_counter()
-    # asked for one stage, or left open: then the spectrum shows both
-    one_stage = ctx.get_parameter_source("stage") != ParameterSource.DEFAULT
+    shared = {"ranks": options["ranks"], "of": options["of"], "center": options["center"], "seed": options["seed"]}
     with progress_bar(options["quiet"]) as progress:
         fit_text = None
         if options["fit_text"] is not None:
@@ -102,112 +102,53 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
 
             # both texts before the model, which takes longer
             fit_text = passages.read_text(options["fit_text"], progress=progress)
-        subject = prepare(
-            model,
-            text=options["text"],
-            tokens=options["tokens"],
-            bos=options["bos"],
-            dtype=options["dtype"],
-            device=options["device"],
-            progress=progress,
-        )
-        work = _spectrum if options["spectrum"] else _sweep
-        rows, settings = work(subject, fit_text, one_stage, options, progress)
-    settings |= {"seed": options["seed"], "wall_s": round(time.perf_counter() - started, 3)}
-    _show(subject, rows, settings, options)
+        subject = load_subject(model, options, progress)
+        if options["spectrum"]:
+            # asked for one stage, or left open: then the spectrum shows both
+            one_stage = ctx.get_parameter_source("stage") != ParameterSource.DEFAULT
+            stages = (options["stage"],) if one_stage else lowrank.STAGES
+            result = lowrank.spectrum(subject, stages=stages, **shared, progress=progress)
+        else:
+            chosen = {name: options[name] for name in ("stage", "basis", "score_from", "allocate")}
+            result = lowrank.run(subject, fit_text=fit_text, **chosen, **shared, progress=progress)
+    _show(result, subject, options)
 
 
-def _sweep(subject: Any, fit_text: Any, one_stage: bool, options: Any, progress: Any) -> tuple[Any, dict[str, Any]]:
-    from kvprobe import passages
-    from kvprobe.truncation import sweep
-
-    fit, bos, tokens = None, options["bos"], options["tokens"]
-    if options["basis"] == "heldout":
-        # the same text again would begin with the scored tokens
-        own = fit_text is None or fit_text.sha256 == subject.text.sha256
-        cut = passages.heldout if own else passages.encode
-        fit = cut(subject.loaded.tokenizer, subject.text if own else fit_text, n_tokens=tokens, bos=bos)
-    score_from = tokens // 2 if options["score_from"] is None else options["score_from"]
-    swept = sweep(
-        subject.model,
-        subject.input_ids[0],
-        ranks=options["ranks"],
-        of=options["of"],
-        stage=options["stage"],
-        basis=options["basis"],
-        fit_ids=None if fit is None else fit.ids.to(subject.loaded.device),
-        center=options["center"],
-        allocation=options["allocate"],
-        score_from=score_from,
-        seed=options["seed"],
-        progress=progress,
-    )
-    return swept.rows, {
-        "ranks": [row["rank"] for row in swept.rows[1:] if row["allocate"] == "uniform"],
-        **{key: options[key] for key in ("of", "stage", "basis", "allocate")},
-        "centered": options["center"],
-        "score_from": score_from,
-        "n_targets": tokens - 1 - score_from,
-        "n_fitted": swept.n_fitted,
-        "fit_text": None if fit is None else {"name": fit.name, "sha256": fit.sha256, "offset": fit.offset},
-        "ranks_by_layer": swept.ranks_by_layer,
-        "interval": f"95 %, paired moving-block bootstrap, blocks of {swept.block_length} tokens, 10,000 resamples",
-    }
-
-
-def _spectrum(subject: Any, fit_text: Any, one_stage: bool, options: Any, progress: Any) -> tuple[Any, dict[str, Any]]:
-    from kvprobe.truncation import spectrum_rows
-
-    progress("spectrum", 0, None)
-    stages: list[Any] = [options["stage"]] if one_stage else ["post_rope", "pre_rope"]
-    rows = spectrum_rows(
-        subject.model,
-        subject.input_ids[0],
-        ranks=options["ranks"],
-        of=options["of"],
-        stages=stages,
-        center=options["center"],
-    )
-    settings = {"ranks": list(options["ranks"]), "of": options["of"], "stages": stages, "centered": options["center"]}
-    return rows, {"spectrum": True, **settings}
-
-
-def _show(subject: Any, rows: Any, settings: dict[str, Any], options: Any) -> None:
+def _show(result: "Result", subject: "Subject", options: dict[str, Any]) -> None:
     from kvprobe.console import emit, save_plot
-    from kvprobe.results import Result, run_record
+    from kvprobe.results import Result
 
-    run = run_record(subject.record(), **settings)
-    result = Result("lowrank", rows, run)
-    columns: tuple[str, ...] = COLUMNS
+    columns, shown, summary = COLUMNS, result, _spectrum_summary if options["spectrum"] else _summary
     if options["spectrum"]:
-        summary = ["", f"{_passage(run)}, {run['of']}{', centred' if run['centered'] else ''}: one untruncated pass"]
         columns = ("stage", "layer", "rank", "energy", *SPECTRUM_COLUMNS[2:]) if options["ranks"] else SPECTRUM_COLUMNS
         if options["format_"] == "table" and not options["ranks"]:
             # the doubling ranks are for curves: a table shows each layer once
-            result = Result("lowrank", [row for row in rows if row["rank"] == 1], run)
-    else:
-        summary = _summary(result, subject)
-        if options["allocate"] == "energy":
-            columns = ("rank", "allocate", *COLUMNS[1:])
-    emit(result, format_=options["format_"], out=options["out"], columns=columns, summary=summary)
+            shown = Result("lowrank", [row for row in result.rows if row["rank"] == 1], result.run)
+    elif options["allocate"] == "energy":
+        columns = ("rank", "allocate", *COLUMNS[1:])
+    emit(shown, format_=options["format_"], out=options["out"], columns=columns, summary=summary(result, subject))
     if options["plot"]:
         from kvprobe.plots import lowrank
 
         draw = lowrank.spectrum_figure if options["spectrum"] else lowrank.figure
-        save_plot(draw(rows, run), options["plot"])
+        save_plot(draw(result.rows, result.run), options["plot"])
 
 
-def _passage(run: dict[str, Any]) -> str:
-    bos = "with BOS" if run["has_bos"] else "no BOS"
-    return f"{run['model']}, {run['passage']}, {run['n_tokens']:,} tokens ({bos})"
+def _spectrum_summary(result: "Result", subject: "Subject") -> list[str]:
+    from kvprobe.experiments.words import passage_of
+
+    run = result.run
+    return ["", f"{passage_of(run)}, {run['of']}{', centred' if run['centered'] else ''}: one untruncated pass"]
 
 
-def _summary(result: Any, subject: Any) -> list[str]:
+def _summary(result: "Result", subject: "Subject") -> list[str]:
+    from kvprobe.experiments.words import passage_of
+
     run, first = result.run, result.rows[0]
     fitted = f"{run['n_fitted']:,} tokens" + (f" of {run['fit_text']['name']}" if run["fit_text"] else "")
     lines = [
         "",
-        f"{_passage(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on",
+        f"{passage_of(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on",
         f"{first['of']} {first['stage']}, width {first['width']:,}, {first['bytes_full']:,} bytes in full; "
         f"{first['basis']} basis{', centred' if first['centered'] else ''}, fitted on {fitted}: rank at most "
         f"{first['limit']:,}",

@@ -1,12 +1,14 @@
 """``kvprobe memory``: does a KV cache hold what its formula says?"""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import common
+from kvprobe.cli import common, load_model
 
-DEFAULT_CONTEXTS = (128, 512, 1024)
+if TYPE_CHECKING:
+    from kvprobe.results import Result
+
 COLUMNS = ("context", "cache", "formula_bytes", "measured_bytes", "pinned_bytes", "excess_bytes", "ratio")
 
 
@@ -47,58 +49,34 @@ def command(model: str, **options: Any) -> None:
       kvprobe memory gemma3-270m --context 2048       sliding layers: what each cache keeps of them
       kvprobe memory gpt-124m --random-weights --context 1024 --context 2048 --context 4096
     """
-    import time
-
-    from kvprobe.commands.latency import load, record
     from kvprobe.console import emit, notice, progress_bar, save_plot
-    from kvprobe.holders import own_shape, rows
-    from kvprobe.results import Result, run_record
+    from kvprobe.experiments import memory
+    from kvprobe.holders import own_shape
 
-    started = time.perf_counter()
+    settings = {name: options[name] for name in ("contexts", "batch", "window", "seed")}
     with progress_bar(options["quiet"]) as progress:
-        loaded = load(model, options, progress)
-        limit = loaded.spec.max_positions
-        contexts = options["contexts"] or tuple(n for n in DEFAULT_CONTEXTS if limit is None or n <= limit) or (limit,)
-        found = rows(
-            loaded,
-            contexts,
-            batch=options["batch"],
-            window=options["window"],
-            n_sink=options["sinks"],
-            seed=options["seed"],
-            progress=progress,
-        )
+        loaded = load_model(model, options, progress)
+        result = memory.run(loaded, n_sink=options["sinks"], **settings, progress=progress)
     if own_shape(loaded.spec) is None:
         what = f"the {loaded.spec.family} family keeps other things than one K and V a KV head"
         notice(f"kvprobe's own caches are left out: {what}", quiet=options["quiet"])
-    run = run_record(
-        record(loaded),
-        contexts=[*contexts],
-        batch=options["batch"],
-        window=options["window"],
-        n_sink=options["sinks"],
-        counted_by="allocator" if loaded.device.startswith("cuda") else "unique storages",
-        seed=options["seed"],
-        wall_s=round(time.perf_counter() - started, 3),
-    )
-    result = Result("memory", found, run)
-    emit(result, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(found, run))
+    emit(result, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(result))
     if options["plot"]:
         from kvprobe.plots.memory import figure
 
-        save_plot(figure(found, run), options["plot"])
+        save_plot(figure(result.rows, result.run), options["plot"])
 
 
-def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
+def _summary(result: "Result") -> list[str]:
     from kvprobe.bill import Amount
+    from kvprobe.experiments.memory import exact_caches
 
+    rows, run = result.rows, result.run
     lines = [
         "",
         f"{run['model']} ({run['source']}), {run['dtype']}, batch {run['batch']:,}, counted by {run['counted_by']}",
     ]
-    exact = list(dict.fromkeys(row["cache"] for row in rows))
-    exact = [name for name in exact if all(row["excess_bytes"] == 0 for row in rows if row["cache"] == name)]
-    if exact:
+    if exact := exact_caches(result):
         lines.append(f"to the byte what the formula says: {', '.join(exact)}")
     for name in dict.fromkeys(row["cache"] for row in rows if row["pinned_bytes"]):
         worst = max((row for row in rows if row["cache"] == name), key=lambda row: row["pinned_bytes"])

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import common, passage_options
+from kvprobe.cli import common, load_subject, passage_options
 
 COLUMNS = ("layer", "mass", "uniform", "sink_rate", "top_position", "top_token", "top_mass", "window")
 HEAD_COLUMNS = ("layer", "head", "mass", "is_sink")
@@ -50,69 +50,23 @@ def command(model: str, **options: Any) -> None:
       kvprobe sinks MODEL --tokens 64 --queries-from 0  the published ε-sink protocol
     """
     import math
-    import time
-    from dataclasses import replace
 
-    from kvprobe import mass, passages
     from kvprobe.console import emit, progress_bar, save_plot
-    from kvprobe.results import Result, run_record
-    from kvprobe.subject import prepare
+    from kvprobe.experiments import sinks
 
     if math.isnan(options["epsilon"]):
         raise click.BadParameter("epsilon must be a number between 0 and 1, got nan")
-    started = time.perf_counter()
+    settings = {name: options[name] for name in ("queries_from", "epsilon", "control", "seed")}
     with progress_bar(options["quiet"]) as progress:
-        subject = prepare(
-            model,
-            text=options["text"],
-            tokens=options["tokens"],
-            bos=options["bos"],
-            dtype=options["dtype"],
-            device=options["device"],
-            progress=progress,
-        )
-        tokenizer = subject.loaded.tokenizer
-        passage = passages.control(subject.passage, options["control"], tokenizer, seed=options["seed"])
-        subject = replace(subject, passage=passage)
-        measured = mass.measure(
-            subject.model,
-            subject.input_ids,
-            queries_from=options["queries_from"],
-            positions=True,
-            progress=progress,
-        )
-    layer_rows = measured.layer_rows(options["epsilon"], subject.loaded.spec.windows, passage.ids, tokenizer)
-    run = run_record(
-        subject.record(),
-        queries_from=options["queries_from"],
-        epsilon=options["epsilon"],
-        control=options["control"],
-        control_id=passage.first_content_id if options["control"] == "repeat" else None,
-        mass=float(measured.token0.mean()),
-        sink_rate=float(measured.sink_rate(options["epsilon"]).mean()),
-        seed=options["seed"],
-        wall_s=round(time.perf_counter() - started, 3),
-    )
-    rows = measured.head_rows(options["epsilon"]) if options["per_head"] else layer_rows
-    result = Result("sinks", rows, run)
+        result = sinks.run(load_subject(model, options, progress), **settings, progress=progress)
     emit(
-        result,
+        sinks.by_head(result) if options["per_head"] else result,
         format_=options["format_"],
         out=options["out"],
         columns=HEAD_COLUMNS if options["per_head"] else COLUMNS,
-        summary=_summary(run),
+        summary=["", sinks.sentence(result)],
     )
     if options["plot"]:
         from kvprobe.plots.sinks import figure
 
-        save_plot(figure(layer_rows, run), options["plot"])
-
-
-def _summary(run: dict[str, Any]) -> list[str]:
-    bos = "with BOS" if run["has_bos"] else "no BOS"
-    return [
-        "",
-        f"{run['model']}, {run['passage']}, {run['n_tokens']:,} tokens ({bos}), queries from {run['queries_from']:,}: "
-        f"{run['mass']:.3f} of all attention is on token 0; "
-        f"{run['sink_rate']:.1%} of heads give it more than {run['epsilon']:g}",
-    ]
+        save_plot(figure(result.rows, result.run), options["plot"])

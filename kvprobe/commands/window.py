@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import _checked_parent, common, passage_options
+from kvprobe.cli import checked_parent, common, load_subject, passage_options
 
 if TYPE_CHECKING:
     from kvprobe.checkpoint import Standing
+    from kvprobe.results import Result
     from kvprobe.streaming import Plan
-    from kvprobe.subject import Subject
 
 COLUMNS = (
     "window", "n_sink", "positions", "sink_choice", "loss", "perplexity", "delta", "delta_low", "delta_high",
@@ -65,7 +65,7 @@ STREAM_COLUMNS = (
 @click.option(
     "--state",
     type=click.Path(dir_okay=False),
-    callback=_checked_parent,
+    callback=checked_parent,
     help="With --stream: where a killed run is kept.  [default: a file of its own in kvprobe's directory]",
 )
 @click.option("--no-resume", is_flag=True, help="With --stream: start afresh, whatever an earlier run has kept.")
@@ -101,55 +101,20 @@ def command(model: str, **options: Any) -> None:
     if stray := [name for name in ("every", "state", "no_resume") if options[name]]:
         raise click.UsageError(f"--{stray[0].replace('_', '-')} belongs to --stream: give that too")
 
-    import time
-
     from kvprobe.console import emit, progress_bar, save_plot
-    from kvprobe.results import Result, run_record
-    from kvprobe.subject import prepare
-    from kvprobe.windows import grid
+    from kvprobe.experiments import window
 
-    started = time.perf_counter()
-    score_from = options["tokens"] // 2 if options["score_from"] is None else options["score_from"]
-    positions = options["positions"]
+    names = ("windows", "sinks", "positions", "score_from", "sink_choice", "drop_sink_logits", "seed")
+    settings = {name: options[name] for name in names}
     with progress_bar(options["quiet"]) as progress:
-        subject = prepare(
-            model,
-            text=options["text"],
-            tokens=options["tokens"],
-            bos=options["bos"],
-            dtype=options["dtype"],
-            device=options["device"],
-            unlimited=positions == "cache",
-            progress=progress,
-        )
-        rows = grid(
-            subject.model,
-            subject.input_ids[0],
-            windows=options["windows"],
-            sinks=options["sinks"] or _default_sinks(positions, options["sink_choice"], subject.passage.n_front),
-            positions=positions,
-            score_from=score_from,
-            sink_choice=options["sink_choice"],
-            drop_sink_logits=options["drop_sink_logits"],
-            n_front=subject.passage.n_front,
-            seed=options["seed"],
-            progress=progress,
-        )
-    run = run_record(
-        subject.record(),
-        positions=positions,
-        sink_choice=options["sink_choice"],
-        score_from=score_from,
-        n_targets=subject.passage.n_tokens - 1 - score_from,
-        seed=options["seed"],
-        wall_s=round(time.perf_counter() - started, 3),
-    )
-    result = Result("window", rows, run)
+        # by slot, no position beyond the model's is ever used
+        subject = load_subject(model, options, progress, unlimited=options["positions"] == "cache")
+        result = window.run(subject, **settings, progress=progress)
     emit(result, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(result))
     if options["plot"]:
         from kvprobe.plots.window import figure
 
-        save_plot(figure(rows, run), options["plot"])
+        save_plot(figure(result.rows, result.run), options["plot"])
 
 
 def _stream(model: str, options: dict[str, Any]) -> None:
@@ -167,14 +132,16 @@ def _stream(model: str, options: dict[str, Any]) -> None:
     from kvprobe.checkpoint import State, identity
     from kvprobe.console import emit, notice, progress_bar
     from kvprobe.decoder import from_hf
-    from kvprobe.results import Result, run_record
+    from kvprobe.experiments import window
     from kvprobe.store import home
-    from kvprobe.streaming import Plan, check, rows, stream
-    from kvprobe.windows import describe_local_layers
+    from kvprobe.streaming import Plan, check
 
     quiet = options["quiet"]
     with progress_bar(quiet) as progress:
-        subject = _long_subject(model, options, progress)
+        given = click.get_current_context().get_parameter_source("tokens") != click.core.ParameterSource.DEFAULT
+        # how long a stream may be depends on its positions: decided after loading, with a reason of its own
+        tokens = options["tokens"] if given else None
+        subject = load_subject(model, options, progress, tokens=tokens, unlimited=True)
     decoder, n_tokens = from_hf(subject.model), subject.passage.n_tokens
     plan = Plan(
         windows=options["windows"],
@@ -194,52 +161,14 @@ def _stream(model: str, options: dict[str, Any]) -> None:
             notice(f"resuming {before} (--no-resume starts afresh)", quiet=quiet)
         try:
             with progress_bar(quiet) as progress:
-                results = stream(decoder, subject.input_ids[0], plan, state=state, progress=progress)
+                result = window.stream(subject, decoder, plan, state=state, progress=progress)
         except KeyboardInterrupt:
             if after := _where(state.read(), plan, n_tokens):
                 notice(f"kept: the same command resumes {after}", quiet=quiet)
             raise
-        standing = state.read()
-        assert standing is not None
-        run = run_record(
-            subject.record(),
-            **asdict(plan),
-            stream=True,
-            sink_choice="first",
-            n_targets=n_tokens - 1 - plan.score_from,
-            n_resumed=standing.resumed,
-            wall_s=round(standing.seconds, 3),
-        )
-        found = rows(
-            plan,
-            results,
-            n_front=subject.passage.n_front,
-            local_layers=describe_local_layers(subject.loaded.spec),
-        )
-        result = Result("window", found, run)
         emit(result, format_=options["format_"], out=options["out"], columns=STREAM_COLUMNS, summary=_summary(result))
         # only now: a result that could not be written is still there for the next run
         state.remove()
-
-
-def _long_subject(model: str, options: dict[str, Any], progress: Any) -> "Subject":
-    """The model with ``--tokens`` of the text if the user gave them, else with all of it."""
-    from kvprobe import models, passages
-    from kvprobe.subject import Subject, prepare
-
-    given = click.get_current_context().get_parameter_source("tokens")
-    shared = {"dtype": options["dtype"], "progress": progress}
-    if given is not click.core.ParameterSource.DEFAULT:
-        # how long a stream may be depends on its positions: decided after loading, with a reason of its own
-        tokens = {"tokens": options["tokens"], "unlimited": True}
-        return prepare(model, text=options["text"], bos=options["bos"], device=options["device"], **tokens, **shared)
-    text = passages.read_text(options["text"], progress=progress)
-    loaded = models.load(model, device=options["device"], **shared)
-    progress(f"tokenising {text.name}", 0, None)
-    # as one piece: a tokenizer that puts a space before the text would put one before every piece
-    content = loaded.tokenizer(text.text, add_special_tokens=False, verbose=False)["input_ids"]
-    n_tokens = len(passages.front_ids(loaded.tokenizer, options["bos"])) + len(content)
-    return Subject(loaded, text, passages.encode(loaded.tokenizer, text, n_tokens=n_tokens, bos=options["bos"]))
 
 
 def _where(standing: "Standing | None", plan: "Plan", n_tokens: int) -> str | None:
@@ -252,19 +181,14 @@ def _where(standing: "Standing | None", plan: "Plan", n_tokens: int) -> str | No
     return f"window {window} + {n_sink} sinks at token {standing.length:,} of {n_tokens:,}"
 
 
-def _default_sinks(positions: str, choice: str, n_front: int) -> tuple[int, ...]:
-    if positions == "recompute":
-        return (0,)
-    return (0, n_front) if choice == "bos" else (0, 1, 4)
+def _summary(result: "Result") -> list[str]:
+    from kvprobe.experiments.words import passage_of
 
-
-def _summary(result: Any) -> list[str]:
     run, first = result.run, result.rows[0]
-    bos = "with BOS" if run["has_bos"] else "no BOS"
     lines = [
         "",
-        f"{run['model']}, {run['passage']}, {run['n_tokens']:,} tokens ({bos}), {run['n_targets']:,} targets from "
-        f"{run['score_from'] + 1:,} on; a window counts the query, sinks are in addition",
+        f"{passage_of(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on; a window counts the "
+        "query, sinks are in addition",
     ]
     if run.get("stream"):
         lines.append(

@@ -1,0 +1,135 @@
+"""What does cutting keys and values to a rank cost a model on a passage, and what rank have they?"""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+from kvprobe import passages
+from kvprobe.experiments.words import change_of, interval_of, passage_of
+from kvprobe.lowrank import Of, Stage
+from kvprobe.passages import Text
+from kvprobe.progress import Progress, silent
+from kvprobe.results import Result, run_record
+from kvprobe.subject import Subject
+from kvprobe.truncation import Allocation, BasisKind, spectrum_rows, sweep
+
+STAGES: tuple[Stage, ...] = ("post_rope", "pre_rope")
+
+
+def run(
+    subject: Subject,
+    *,
+    ranks: Sequence[int] = (),
+    of: Of = "kv",
+    stage: Stage = "post_rope",
+    basis: BasisKind = "oracle",
+    fit_text: Text | None = None,
+    center: bool = False,
+    score_from: int | None = None,
+    allocate: Allocation = "uniform",
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Result:
+    """The untruncated pass, then a row a rank: loss, interval, energy and bytes (:func:`kvprobe.truncation.sweep`).
+
+    ``fit_text`` is for the basis ``heldout`` alone; without it that is fitted to as many tokens after the passage in
+    the passage's own text. ``score_from`` defaults to half of the passage. Raises ValueError for what is out of range,
+    KvprobeError for a text that is too short.
+    """
+    if fit_text is not None and basis != "heldout":
+        raise ValueError(f"a text to fit on is for the basis heldout, got basis {basis}")
+    started = time.perf_counter()
+    loaded, n_tokens, bos = subject.loaded, subject.passage.n_tokens, subject.passage.bos
+    fit = None
+    if basis == "heldout":
+        # the same text again would begin with the scored tokens
+        own = fit_text is None or fit_text.sha256 == subject.text.sha256
+        cut = passages.heldout if own else passages.encode
+        fit = cut(loaded.tokenizer, subject.text if own or fit_text is None else fit_text, n_tokens=n_tokens, bos=bos)
+    score_from = n_tokens // 2 if score_from is None else score_from
+    swept = sweep(
+        subject.model,
+        subject.input_ids[0],
+        ranks=ranks,
+        of=of,
+        stage=stage,
+        basis=basis,
+        fit_ids=None if fit is None else fit.ids.to(loaded.device),
+        center=center,
+        allocation=allocate,
+        score_from=score_from,
+        seed=seed,
+        progress=progress,
+    )
+    record = run_record(
+        subject.record(),
+        ranks=[row["rank"] for row in swept.rows[1:] if row["allocate"] == "uniform"],
+        of=of,
+        stage=stage,
+        basis=basis,
+        allocate=allocate,
+        centered=center,
+        score_from=score_from,
+        n_targets=n_tokens - 1 - score_from,
+        n_fitted=swept.n_fitted,
+        fit_text=None if fit is None else {"name": fit.name, "sha256": fit.sha256, "offset": fit.offset},
+        ranks_by_layer=swept.ranks_by_layer,
+        interval=interval_of(swept.block_length),
+        seed=seed,
+        wall_s=round(time.perf_counter() - started, 3),
+    )
+    return Result("lowrank", swept.rows, record)
+
+
+def spectrum(
+    subject: Subject,
+    *,
+    ranks: Sequence[int] = (),
+    of: Of = "kv",
+    stages: Sequence[Stage] = STAGES,
+    center: bool = False,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Result:
+    """What rank each layer has, from one untruncated pass: a row a stage, layer and rank; ``spectrum`` in the record.
+
+    The fields are those of :func:`kvprobe.truncation.spectrum_rows`, which is also where to read what is raised.
+    """
+    started = time.perf_counter()
+    progress("spectrum", 0, None)
+    rows = spectrum_rows(subject.model, subject.input_ids[0], ranks=ranks, of=of, stages=stages, center=center)
+    record = run_record(
+        subject.record(),
+        spectrum=True,
+        ranks=[*ranks],
+        of=of,
+        stages=[*stages],
+        centered=center,
+        seed=seed,
+        wall_s=round(time.perf_counter() - started, 3),
+    )
+    return Result("lowrank", rows, record)
+
+
+def sentence(result: Result) -> str:
+    """What the rows support, in one plain sentence; of a :func:`spectrum` too."""
+    run = result.run
+    what = {"kv": "keys and values", "k": "keys", "v": "values"}[run["of"]]
+    if run.get("spectrum"):
+        stage, width = result.rows[0]["stage"], result.rows[0]["width"]
+        ranks = {row["layer"]: row["rank_99"] for row in result.rows if row["stage"] == stage}
+        return (
+            f"{passage_of(run)}: 99 % of the energy of the {what} ({stage}) lie in {min(ranks.values()):,} to "
+            f"{max(ranks.values()):,} of {width:,} directions, by layer; the median is "
+            f"{statistics.median_low(ranks.values()):,}"
+        )
+    rows = [row for row in result.rows if row["rank"] is not None and row["allocate"] == "uniform"]
+    best, worst = (pick(rows, key=lambda row: row["rank"]) for pick in (max, min))
+    saw = {
+        "oracle": "an oracle basis, which saw the scored tokens",
+        "prefix": "a basis of the tokens before the scored ones",
+        "heldout": "a basis of other text",
+    }[run["basis"]]
+    said = f"{passage_of(run)}: with {what} at rank {best['rank']:,} of {best['width']:,} in every layer ({saw}) the "
+    said += f"loss {change_of(best)}"
+    return said if best is worst else f"{said}; at rank {worst['rank']:,} it {change_of(worst)}"

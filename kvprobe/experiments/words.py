@@ -1,0 +1,32 @@
+"""How is a finding said? The words that records, the lines under a table and a report's sentences share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvprobe.results import Row
+
+
+def passage_of(run: Mapping[str, Any]) -> str:
+    """Which model read what, as ``smollm2-135m, bundled, 1,024 tokens (no BOS)``."""
+    bos = "with BOS" if run["has_bos"] else "no BOS"
+    return f"{run['model']}, {run['passage']}, {run['n_tokens']:,} tokens ({bos})"
+
+
+def interval_of(block_length: int) -> str:
+    """How the intervals of a result were made (:func:`kvprobe.scoring.paired_interval`)."""
+    return f"95 %, paired moving-block bootstrap, blocks of {block_length} tokens, 10,000 resamples"
+
+
+def change_of(row: Row) -> str:
+    """What a loss does against the untouched pass, no more than ``delta`` and its interval say."""
+    low, high = row["delta_low"], row["delta_high"]
+    within = f"95 % interval {_signed(low)} to {_signed(high)}"
+    if low > 0:
+        return f"rises by {row['delta']:.3f} nat a token ({within})"
+    if high < 0:
+        return f"falls by {-row['delta']:.3f} nat a token ({within})"
+    return f"is not told apart from the untouched pass ({_signed(row['delta'])} nat a token, {within})"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
