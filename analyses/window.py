@@ -1,21 +1,25 @@
-"""Does one sink save a window? The published GPT-2 grid (Dive into Deep Learning, "Generation and the KV cache").
+"""Does one sink save a window? The published GPT-2 grid, and whether the sinks must be the first tokens.
 
     python -m analyses.window gpt2 --text time-machine
+    python -m analyses.window smollm2-135m --window 64 --window 128 --window 256 --window 512
 
-Window 256, which counts the query, absolute positions, sinks in addition: 0 sinks 8.25 (perplexity 3842), 1 sink 3.86
-(47), 4 sinks 3.76 (43), full 3.58 (36) on the 511 targets 513 to 1023 of 1,024 tokens without BOS. The other sink
-choices ask what that rests on: whether it must be the first tokens.
+Protocol of Dive into Deep Learning, "Generation and the KV cache": window 256, which counts the query, absolute
+positions, sinks in addition. Published: 0 sinks 8.25 (perplexity 3842), 1 sink 3.86 (47), 4 sinks 3.76 (43), full
+3.58 (36) on the 511 targets 513 to 1023 of 1,024 tokens without BOS. The other sink choices ask what that rests on.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
-from kvprobe.console import emit, progress_bar
+from analyses.common import show
+from kvprobe.console import progress_bar
+from kvprobe.experiments import window
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, run_record
+from kvprobe.results import Result
 from kvprobe.subject import prepare
-from kvprobe.windows import SinkChoice, grid
+from kvprobe.windows import SinkChoice
 
 CHOICES: tuple[SinkChoice, ...] = ("first", "random", "heaviest")
 
@@ -26,30 +30,23 @@ def run(
     text: str = "time-machine",
     tokens: int = 1024,
     score_from: int = 512,
-    window: int = 256,
+    windows: Sequence[int] = (256,),
     sinks: Sequence[int] = (0, 1, 4),
+    choices: Sequence[SinkChoice] = CHOICES,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Result:
-    """The rows of ``kvprobe window``: the full pass, then each number of sinks for each choice of them."""
+    """The rows of ``kvprobe window``: the full pass, then each window and number of sinks for each choice of them."""
     subject = prepare(model, text=text, tokens=tokens, progress=progress)
-    rows = []
-    for choice in CHOICES:
-        found = grid(
-            subject.model,
-            subject.input_ids[0],
-            windows=[window],
-            # the rows without sinks are the same for every choice
-            sinks=[n for n in sinks if n or choice == "first"],
-            score_from=score_from,
-            sink_choice=choice,
-            n_front=subject.passage.n_front,
-            seed=seed,
-            progress=progress,
-        )
-        rows += found if choice == "first" else found[1:]
-    settings = {"window": window, "sinks": list(sinks), "score_from": score_from, "positions": "absolute", "seed": seed}
-    return Result("window", rows, run_record(subject.record(), **settings))
+    shared: dict[str, Any] = {"windows": windows, "score_from": score_from, "seed": seed, "progress": progress}
+    first, *others = choices
+    result = window.run(subject, sinks=sinks, sink_choice=first, **shared)
+    rows, run_of_all = result.rows, result.run | {"sink_choice": [*choices]}
+    for choice in others:
+        # the full pass and the rows without sinks are the same for every choice
+        if some := [n for n in sinks if n]:
+            rows = rows + window.run(subject, sinks=some, sink_choice=choice, **shared).rows[1:]
+    return Result("window", rows, run_of_all)
 
 
 @click.command(help=__doc__)
@@ -57,15 +54,15 @@ def run(
 @click.option("--text", default="time-machine", show_default=True)
 @click.option("--tokens", type=int, default=1024, show_default=True)
 @click.option("--score-from", type=int, default=512, show_default=True)
+@click.option("--window", "windows", type=int, multiple=True, default=(256,), show_default=True, help="Repeatable.")
+@click.option("--sinks", type=int, multiple=True, default=(0, 1, 4), show_default=True, help="Repeatable.")
 @click.option("--save/--no-save", default=True, help="Keep results/window.{csv,json}.")
-def main(model: str, text: str, tokens: int, score_from: int, save: bool) -> None:
+def main(model: str, save: bool, **options: Any) -> None:
     """Print the table and keep it."""
     with progress_bar(quiet=False) as progress:
-        result = run(model, text=text, tokens=tokens, score_from=score_from, progress=progress)
+        result = run(model, **options, progress=progress)
     columns = ["window", "n_sink", "sink_choice", "loss", "perplexity", "delta", "delta_low", "delta_high"]
-    emit(result, format_="table", out=None, columns=columns)
-    if save:
-        result.save("results/window")
+    show(result, save=save, columns=columns)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,45 @@
-"""Every analysis runs, on a tiny model, and gives rows with a record."""
+"""Every analysis runs, on a tiny model, and gives rows with a record; a file that has no test here is found missing."""
+
+import json
+from importlib import import_module
+from pathlib import Path
 
 import pytest
+import torch
+from click.testing import CliRunner
 
-from analyses import sinks_cost, timing, window, window_cost
+from analyses import gqa_module, memory, relief_map, roofline, same_logits, sinks_cost, timing, window, window_cost
 from conftest import write_random
+from kvprobe import bench
 from kvprobe.results import Result
+
+FILES = {path.stem for path in Path(timing.__file__).parent.glob("*.py")} - {"__init__"}
+# what analyses share, and runs nothing by itself
+HELPERS = {"common", "identity", "timing"}
+# analyses with a test of their own, by the file that has it
+ELSEWHERE = {
+    "gqa": "test_analyses_gqa",
+    "train_speed": "test_analyses_gqa",
+    "reproduce": "test_reproduce",
+    "decode_speed": "test_decode_speed",
+    "lowrank": "test_cli_lowrank",
+    "lowrank_cost": "test_cli_lowrank",
+}
+# the options with which the others take seconds, on a model of 256 positions
+SHORT = ["--text", "bundled", "--tokens", "64"]
+QUICK = {
+    "sinks": [*SHORT, "--queries-from", "8"],
+    "window": [*SHORT, "--score-from", "20", "--window", "8"],
+    "same_logits": [],
+    "latency": ["--context", "8", "--context", "20", "--repeats", "2", "--seconds", "0"],
+    "end_to_end": ["--prompt-tokens", "20", "--new-tokens", "3", "--naive-samples", "2"],
+    "memory": ["--context", "8", "--context", "40"],
+    "roofline": ["--context", "20", "--repeats", "2"],
+    "gqa_module": [],
+    "relief_map": [*SHORT, "--score-from", "20"],
+}
+# tested as functions below: each takes processes or passes of its own
+BY_HAND = {"sinks_cost", "window_cost"}
 
 
 @pytest.fixture(scope="module")
@@ -12,12 +47,103 @@ def llama(gpt2_tokenizer_files, tmp_path_factory):
     return str(write_random(tmp_path_factory.mktemp("analyses") / "llama", "llama", gpt2_tokenizer_files))
 
 
+@pytest.fixture
+def quick_machine(monkeypatch):
+    measured = bench.measure_machine
+    sizes = {"buffer_bytes": 2**20, "gemm_widths": (32,), "seconds": 0.0}
+    monkeypatch.setattr(bench, "measure_machine", lambda *args, **named: measured(*args, **named, **sizes))
+
+
+def test_no_analysis_is_without_a_test():
+    assert FILES - HELPERS - BY_HAND - ELSEWHERE.keys() == QUICK.keys()
+    for file in ELSEWHERE.keys() & FILES:
+        test = Path(__file__).with_name(f"{ELSEWHERE[file]}.py")
+        assert file in test.read_text(encoding="utf-8"), f"{test.name} does not test analyses/{file}.py"
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_every_analysis_keeps_a_table_with_its_record(name, llama, quick_machine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = import_module(f"analyses.{name}")
+    done = CliRunner().invoke(module.main, [llama, *QUICK[name]], catch_exceptions=False)
+    assert done.exit_code == 0
+    found = json.loads((tmp_path / "results" / f"{name}.json").read_text())
+    assert found["analysis"] == name
+    assert found["run"]["model"] == "llama"
+    assert {"versions", "cpu", "date", "dtype", "device", "revision"} <= found["run"].keys()
+    assert str(llama) not in json.dumps(found)
+    lines = (tmp_path / "results" / f"{name}.csv").read_text().splitlines()
+    assert lines[0].split(",") == list(found["rows"][0])
+    # the table that was printed has a line a row under its header
+    assert len(done.stdout.splitlines()) >= 1 + len(found["rows"])
+
+
 def test_the_window_study_has_every_cell_of_its_grid(llama):
-    result = window.run(llama, text="bundled", tokens=48, score_from=20, window=8, sinks=(0, 2))
+    result = window.run(llama, text="bundled", tokens=48, score_from=20, windows=(8, 16), sinks=(0, 2))
     assert Result.from_json(result.to_json()) == result
     assert result.rows[0]["window"] is None
     cells = [(row["window"], row["n_sink"], row["sink_choice"]) for row in result.rows[1:]]
-    assert cells == [(8, 0, None), (8, 2, "first"), (8, 2, "random"), (8, 2, "heaviest")]
+    assert cells == [
+        *[(8, 0, None), (8, 2, "first"), (16, 0, None), (16, 2, "first")],
+        *[(size, 2, choice) for choice in ("random", "heaviest") for size in (8, 16)],
+    ]
+    assert result.run["sink_choice"] == ["first", "random", "heaviest"]
+
+
+def test_a_cache_of_the_small_decoders_changes_logits_by_rounding_alone(llama, monkeypatch):
+    result = same_logits.run(llama)
+    assert [row["positions"] for row in result.rows] == ["rope", "learned", "rope"]
+    for row in result.rows:
+        assert 0 < row["max_abs_difference"] < 1e-5 * row["max_abs_logit"]
+    # a decoder that forgets where it is: its steps are another model's
+    steps = same_logits.Decoder.forward
+    monkeypatch.setattr(
+        same_logits.Decoder,
+        "forward",
+        lambda self, ids, **more: steps(self, ids, **more, positions=torch.arange(ids.shape[1])),
+    )
+    assert all(row["max_abs_difference"] > 1e-3 for row in same_logits.run().rows)
+    with pytest.raises(ValueError, match="prefill must be between 1 and 47 for 48 tokens, got 48"):
+        same_logits.run(prefill=48)
+
+
+def test_shared_heads_are_repeated_heads(llama, monkeypatch):
+    rows = gqa_module.run().rows
+    assert [row["attention_params"] for row in rows] == [262_144, 196_608, 163_840, 147_456]
+    assert [row["cache_bytes_per_token_layer"] for row in rows] == [2048, 1024, 512, 256]
+    assert [row["closed_form_params"] for row in rows] == [row["attention_params"] for row in rows]
+    assert all(row["max_abs_difference"] < 1e-6 for row in rows)
+    assert [row["n_kv_heads"] for row in gqa_module.run(llama).rows] == [4, 2, 1]
+    # heads repeated in another order are other heads
+    repeat = torch.Tensor.repeat_interleave
+    monkeypatch.setattr(
+        torch.Tensor, "repeat_interleave", lambda self, times, dim: repeat(self, times, dim=dim).roll(1, dim)
+    )
+    assert all(row["max_abs_difference"] > 1e-4 for row in gqa_module.run(kv_heads=(4, 2)).rows)
+
+
+def test_turned_keys_beside_views_hold_what_was_published(gpt2_random):
+    rows = {row["cache"]: row for row in memory.run(str(gpt2_random), contexts=(16,)).rows}
+    # multi-head attention: the views keep q, k and v for k and v; turned keys come on top
+    assert (rows["fused views"]["ratio"], rows["fused views, K turned"]["ratio"]) == (1.5, 2.0)
+    assert rows["fused views, K turned"]["pinned_bytes"] == rows["full"]["formula_bytes"]
+
+
+def test_the_text_counts_products_with_weights_and_every_logit(llama, quick_machine):
+    prefill, decode = roofline.run(llama, context=20, repeats=1, seconds=0).rows
+    assert (prefill["phase"], decode["phase"]) == ("prefill", "cached")
+    # 3 layers of 32 · 64 for query and out, 32 · 32 for key and value, 3 · 32 · 48 for the MLP; a head of 97
+    matrices = 3 * (32 * 64 + 32 * 32 + 3 * 32 * 48)
+    assert decode["published_flops"] == 2 * (matrices + 97 * 32)
+    assert prefill["published_flops"] == 20 * decode["published_flops"]
+    assert decode["published_intensity"] == decode["published_flops"] / decode["bytes_moved"]
+
+
+def test_every_lever_of_the_relief_map_is_a_point(llama):
+    result = relief_map.run(llama, text="bundled", tokens=64, score_from=20, windows=(16,), ranks=(8,))
+    assert [row["kind"] for row in result.rows] == ["model", "window", "latent", "latent", "bits", "bits"]
+    assert all(row["loss"] > 0 and row["bytes_per_token"] > 0 for row in result.rows)
+    assert any(row["on_front"] for row in result.rows)
 
 
 def test_the_cost_benchmarks_time_every_way_against_the_plain_pass(llama, monkeypatch):
