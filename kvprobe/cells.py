@@ -1,0 +1,227 @@
+"""Which cells of the grid, head counts by seeds, are trained? Each is kept when it is finished and not run again.
+
+The model of every cell is the same but for ``n_kv_heads``: pre-norm blocks with RMSNorm, RoPE (theta 10,000,
+interleaved), SwiGLU of 8/3 the width, no biases, no dropout, and a head tied to the embedding.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvprobe.config import DecoderConfig, Rotary
+from kvprobe.corpus import Corpus
+from kvprobe.decoder import Decoder
+from kvprobe.errors import KvprobeError
+from kvprobe.parameters import attention_parameters
+from kvprobe.progress import Progress, silent
+from kvprobe.results import Row, run_record, write_whole
+from kvprobe.sharing import share_heads
+from kvprobe.snapshot import Snapshot, fingerprint
+from kvprobe.store import disk_error
+from kvprobe.training import Plan, restore_weights, seeded, train, validate, weights_of
+
+FORMAT = 1
+PATIENCE = 2.0  # seconds between looks at a cell that another process trains
+
+
+def config_of(
+    n_kv_heads: int, *, vocab: int, length: int = 128, n_layers: int = 6, n_heads: int = 8, width: int = 256
+) -> DecoderConfig:
+    """The published small GPT with ``n_kv_heads`` key/value heads. ValueError if they do not divide the heads."""
+    if n_kv_heads < 1 or n_heads % n_kv_heads:
+        raise ValueError(
+            f"{n_heads} query heads cannot share {n_kv_heads} key/value heads evenly: it must be a divisor"
+        )
+    return DecoderConfig(
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=width // n_heads,
+        hidden=width,
+        mlp_width=8 * width // 3,
+        vocab=vocab,
+        max_positions=length,
+        rotary=Rotary(theta=10_000.0, interleaved=True),
+    )
+
+
+def shape_row(config: DecoderConfig, *, bytes_per_element: int = 4) -> Row:
+    """``attention_params`` of one layer, without biases, and ``cache_bytes_per_token`` of all layers together."""
+    parameters = attention_parameters(
+        hidden_size=config.hidden, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim
+    )
+    cache = 2 * config.n_kv_heads * config.head_dim * bytes_per_element * config.n_layers
+    return {"attention_params": parameters, "cache_bytes_per_token": cache}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model to train: its shape, its corpus and its plan, whose seed draws the weights and orders the batches.
+
+    With a multi-head ``parent`` the weights are not drawn: they are the parent's, heads pooled, and the plan goes on
+    with the batches that the parent would have read next (uptraining; Ainslie et al., 2023).
+    """
+
+    config: DecoderConfig
+    corpus: Corpus
+    plan: Plan
+    parent: "Cell | None" = None
+    device: str = "cpu"
+
+    @property
+    def is_multi_head(self) -> bool:
+        """Whether every query head has a key/value head of its own."""
+        return self.config.n_kv_heads == self.config.n_heads
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that could change a bit of the result; settings at their defaults are left out."""
+        settings = {"config": _set(self.config), "corpus": dict(self.corpus.record()), "plan": _set(self.plan)}
+        found = {"format": FORMAT, **settings, "seed": self.plan.seed}
+        found |= {} if self.parent is None else {"parent": self.parent.identity}
+        return found | ({} if self.device == "cpu" else {"device": self.device})
+
+    @property
+    def name(self) -> str:
+        """A file name of its own: the cell in words and a fingerprint of all that defines it."""
+        kind = "" if self.parent is None else "-uptrained"
+        return f"kv{self.config.n_kv_heads}-seed{self.plan.seed}{kind}-{fingerprint(self.identity)}"
+
+    @property
+    def words(self) -> str:
+        """What progress and records call it."""
+        kind = "" if self.parent is None else ", uptrained"
+        return f"{self.config.n_kv_heads} KV heads, seed {self.plan.seed}{kind}"
+
+    def uptrained(self, n_kv_heads: int, *, steps: int) -> "Cell":
+        """The cell that shares this multi-head one's heads and trains on for ``steps``."""
+        plan = replace(self.plan, steps=steps, skip=self.plan.skip + self.plan.steps)
+        return replace(self, config=replace(self.config, n_kv_heads=n_kv_heads), plan=plan, parent=self)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The directory in which finished cells are kept, one small JSON file each, and cells under way beside them.
+
+    Of a finished multi-head cell the weights are kept as well, so that it can be uptrained.
+    """
+
+    directory: Path
+
+    def read(self, cell: Cell) -> dict[str, Any] | None:
+        """What was found for ``cell``; None if it is not finished."""
+        try:
+            kept = json.loads(self._path(cell).read_text(encoding="utf-8"))
+            return kept if kept["identity"] == cell.identity else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def finish(self, cell: Cell, *, progress: Progress = silent) -> dict[str, Any] | None:
+        """Train ``cell``, or go on from where a kill left it, and keep it; None if another process is at it.
+
+        What is kept: ``identity``, the ``row`` of the result, the fields of the training's history and the ``run``.
+        """
+        with self._held(cell) as ours:
+            if not ours:
+                return None
+            return self.read(cell) or self._finish(cell, progress)
+
+    def weights(self, cell: Cell) -> Decoder:
+        """The decoder of a finished multi-head cell. Raises KvprobeError where its weights are not there any more."""
+        kept = self._snapshot(cell).read()
+        if kept is None:
+            raise KvprobeError(
+                f"the weights of {cell.words} are not in {self.directory} any more: remove {cell.name}.json there too, "
+                "and the cell is trained again"
+            )
+        decoder = seeded(cell.config, seed=cell.plan.seed)
+        restore_weights(decoder, kept[1])
+        return decoder.to(cell.device)
+
+    def _finish(self, cell: Cell, progress: Progress) -> dict[str, Any]:
+        row: Row = {"n_kv_heads": cell.config.n_kv_heads, "seed": cell.plan.seed}
+        if cell.parent is None:
+            decoder, before = seeded(cell.config, seed=cell.plan.seed).to(cell.device), {}
+        else:
+            whole = self.weights(cell.parent)
+            decoder = share_heads(whole, cell.config.n_kv_heads)
+            losses = [validate(model, cell.corpus, cell.plan) for model in (whole, decoder)]
+            before = {"loss_before": losses[0], "loss_pooled": losses[1], "uptrain_steps": cell.plan.steps}
+        snapshot = self._snapshot(cell)
+        history = train(decoder, cell.corpus, cell.plan, snapshot=snapshot, progress=progress, what=cell.words)
+        row |= {"best_val_loss": history.best.loss, **shape_row(cell.config), **before}
+        row |= {} if cell.parent is None else {"loss_after": history.last.loss}
+        run = run_record(threads=torch.get_num_threads(), device=cell.device)
+        found = {"identity": cell.identity, "row": row, **asdict(history), "run": run}
+        text = json.dumps(found, indent=1, allow_nan=False)
+        try:
+            write_whole(self._path(cell), text + "\n")
+        except OSError as error:
+            raise disk_error(error, self._path(cell)) from error
+        if cell.is_multi_head and cell.parent is None:
+            # without the optimizer's moments, which are twice as much
+            snapshot.write(asdict(history), weights_of(decoder))
+        else:
+            snapshot.remove()
+        # as the next reader has it
+        kept: dict[str, Any] = json.loads(text)
+        return kept
+
+    def _snapshot(self, cell: Cell) -> Snapshot:
+        return Snapshot(self.directory / f"{cell.name}.safetensors", cell.identity)
+
+    def _path(self, cell: Cell) -> Path:
+        return self.directory / f"{cell.name}.json"
+
+    @contextmanager
+    def _held(self, cell: Cell) -> Iterator[bool]:
+        import filelock
+
+        lock = filelock.FileLock(self.directory / f".{cell.name}.lock", timeout=0)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except filelock.Timeout:
+            yield False
+            return
+        except OSError as error:
+            raise disk_error(error, self.directory) from error
+        try:
+            yield True
+        finally:
+            lock.release()
+
+
+def finish_all(cells: Sequence[Cell], shelf: Shelf, *, progress: Progress = silent) -> list[dict[str, Any]]:
+    """Finish every cell, those first that nobody is at. Two processes share the work; a dead one's cells are resumed.
+
+    A cell that is another's parent must stand before it.
+    """
+    kept: dict[str, dict[str, Any]] = {}
+    while True:
+        for cell in cells:
+            waits = cell.parent is not None and cell.parent.name not in kept
+            if cell.name not in kept and not waits and (found := shelf.finish(cell, progress=progress)) is not None:
+                kept[cell.name] = found
+        if len(kept) == len(cells):
+            return [kept[cell.name] for cell in cells]
+        progress("waiting for the cells of another process", len(kept), len(cells), "cells")
+        time.sleep(PATIENCE)
+
+
+def _set(settings: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not at their default, as JSON has them: a new field orphans no kept cell."""
+    given = {}
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        if value != default:
+            given[one.name] = _set(value) if is_dataclass(value) else value
+    found: dict[str, Any] = json.loads(json.dumps(given))
+    return found

@@ -1,0 +1,158 @@
+"""``kvprobe gqa``: what do query heads that share keys and values cost, trained so, uptrained or just pooled?"""
+
+from typing import Any
+
+import click
+
+from kvprobe.cli import common, load_subject, passage_options
+
+COLUMNS = ("n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token")
+UPTRAINED = ("loss_before", "loss_pooled", "loss_after")
+POOLED = ("n_kv_heads", "best_val_loss", "perplexity", "delta", "delta_low", "delta_high", *COLUMNS[3:])
+# options of training, and of reading a pretrained model: each is refused where it would do nothing
+OF_TRAINING = (
+    "seeds", "steps", "corpus", "quick", "uptrain", "margin", "learning_rate", "train_windows", "valid_windows",
+)  # fmt: skip
+OF_POOLING = ("text", "tokens", "bos", "score_from")
+
+
+@click.command("gqa", short_help="What do shared keys and values (GQA, MQA) cost in loss?")
+@click.argument("model", required=False)
+@click.option(
+    "--kv-heads",
+    type=int,
+    multiple=True,
+    help="Key/value heads to train with. Repeat for several.  [default: 8, 4, 2, 1; with --pool all that divide]",
+)
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Models a head count, from --seed.")
+@click.option("--steps", type=click.IntRange(1), help="Steps of training.  [default: 600; 60 with --quick]")
+@click.option(
+    "--corpus",
+    default="time-machine",
+    show_default=True,
+    help="What to train on: a UTF-8 file or a name, as --text.",
+)
+@click.option("--train-windows", type=click.IntRange(1), help="The first windows of the corpus.  [default: 100000]")
+@click.option("--valid-windows", type=click.IntRange(1), help="The next.  [default: 3000; 300 with --quick]")
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="Of AdamW, constant.  [default: 0.001]")
+@click.option("--quick", is_flag=True, help="Five minutes on two cores: a smaller model and fewer steps, no protocol.")
+@click.option(
+    "--uptrain",
+    type=click.FloatRange(0, 1, min_open=True),
+    is_flag=False,
+    flag_value=0.05,
+    help="Train multi-head, pool its heads, train on for this fraction of the steps.  [0.05 if no number follows]",
+)
+@click.option(
+    "--margin",
+    type=click.FloatRange(0, min_open=True),
+    default=0.05,
+    show_default=True,
+    help="Nat per token within which two losses count as equivalent.",
+)
+@click.option("--pool", is_flag=True, help="With MODEL: pool the KV heads of a pretrained model, no training.")
+@click.option("--score-from", type=int, help="With --pool: the first target is the token after it.  [default: half]")
+@passage_options
+@common
+def command(model: str | None, **options: Any) -> None:
+    """What do query heads that share keys and values (GQA; with one KV head, MQA) cost in loss, and what do they save?
+
+    Trains the published small GPT once for every head count and seed, with the same batches in the same order, and
+    tests each head count for equivalence to multi-head (TOST, paired by seed). Hours on two cores: finished models are
+    kept in kvprobe's directory and not trained again, and an interrupted one goes on where it was.
+
+    \b
+    Columns: best_val_loss          lowest validation loss, nat per token
+             attention_params       of one layer's four projections
+             cache_bytes_per_token  of one token in all layers, float32
+             loss_before/_pooled/_after  with --uptrain: of the multi-head model, pooled, trained on
+    Verdicts: equivalent  the 90 % interval of the difference lies within the margin
+              different   it lies wholly beyond the margin
+              undecided   neither: more seeds are needed
+
+    \b
+    Examples:
+      kvprobe gqa --quick
+      kvprobe gqa --kv-heads 8 --kv-heads 1 --seeds 5 --plot gqa.png
+      kvprobe gqa --uptrain 0.1                 trained multi-head, then shared
+      kvprobe gqa smollm2-135m --pool           a pretrained model, not trained at all
+    """
+    _refuse_strays(model, pool=options["pool"])
+
+    from kvprobe.console import emit, save_plot
+
+    result = _pool(model or "gpt2", options) if options["pool"] else _train(options)
+    from kvprobe.experiments import gqa
+
+    columns = POOLED if options["pool"] else (*COLUMNS, *(UPTRAINED if options["uptrain"] else ()))
+    summary = ["", *gqa.sentences(result)]
+    emit(result, format_=options["format_"], out=options["out"], columns=columns, summary=summary)
+    if options["plot"]:
+        from kvprobe.plots.gqa import figure
+
+        save_plot(figure(result.rows, result.run), options["plot"])
+
+
+def _train(options: dict[str, Any]) -> Any:
+    from dataclasses import replace
+
+    from kvprobe.cells import Shelf
+    from kvprobe.console import notice, progress_bar
+    from kvprobe.corpus import characters
+    from kvprobe.experiments import gqa
+    from kvprobe.models import _device
+    from kvprobe.store import home
+    from kvprobe.texts import read_text
+
+    quiet = options["quiet"]
+    protocol = gqa.QUICK if options["quick"] else gqa.Protocol()
+    device = str(_device(None if options["device"] == "auto" else options["device"]))
+    plan = replace(protocol.plan, dtype=options["dtype"], steps=options["steps"] or protocol.plan.steps)
+    plan = replace(plan, learning_rate=options["learning_rate"] or plan.learning_rate)
+    n_train = options["train_windows"] or protocol.n_train
+    n_valid = options["valid_windows"] or protocol.n_valid
+    changed = replace(protocol, plan=plan, n_train=n_train, n_valid=n_valid)
+    if not options["quick"] and changed != protocol:
+        changed = replace(changed, words="the published model, other settings than the published ones")
+    if options["quick"]:
+        notice(f"--quick is {protocol.words}", quiet=quiet)
+    shelf = Shelf(home() / "gqa")
+    seeds = range(options["seed"], options["seed"] + options["seeds"])
+    try:
+        with progress_bar(quiet) as progress:
+            return gqa.run(
+                characters(read_text(options["corpus"], progress=progress), n_train=n_train, n_valid=n_valid),
+                shelf,
+                changed,
+                kv_heads=options["kv_heads"] or (8, 4, 2, 1),
+                seeds=seeds,
+                uptrain=options["uptrain"],
+                margin=options["margin"],
+                device=device,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        notice("kept: the same command goes on with the cells that are not finished", quiet=quiet)
+        raise
+
+
+def _pool(model: str, options: dict[str, Any]) -> Any:
+    from kvprobe.console import progress_bar
+    from kvprobe.experiments import gqa
+
+    settings = {name: options[name] for name in ("kv_heads", "score_from", "seed")}
+    with progress_bar(options["quiet"]) as progress:
+        return gqa.pool(load_subject(model, options, progress), **settings, progress=progress)
+
+
+def _refuse_strays(model: str | None, *, pool: bool) -> None:
+    context = click.get_current_context()
+    if model is not None and not pool:
+        raise click.UsageError(f"MODEL {model!r} is only read with --pool; without it, small models are trained")
+    default = click.core.ParameterSource.DEFAULT
+    given = [name for name in context.params if context.get_parameter_source(name) != default]
+    if stray := [name for name in given if name in (OF_TRAINING if pool else OF_POOLING)]:
+        where = "trains small models: leave out --pool" if pool else "reads a pretrained model: give --pool too"
+        raise click.UsageError(f"--{stray[0].replace('_', '-')} {where}")
+    if not pool and context.params["dtype"] == "float16":
+        raise click.UsageError("--dtype float16 cannot be trained without scaling the loss: use bfloat16 or float32")

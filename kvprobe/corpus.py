@@ -1,0 +1,131 @@
+"""What does a small model train on, and what is kept from it? One text as ids, its windows cut at stride 1.
+
+The published split (Dive into Deep Learning's time machine): windows of ``length + 1`` ids that start at every id,
+the first ``n_train`` to train on and the next ``n_valid`` to validate on. Windows overlap, so the first ``length``
+of the validation windows begin inside the last training windows; their targets up to that point were trained on.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprobe.errors import KvprobeError
+from kvprobe.passages import Tokenizer
+from kvprobe.texts import Text
+
+UNKNOWN = "<unknown>"
+LETTERS = (UNKNOWN, " ", *"abcdefghijklmnopqrstuvwxyz")
+"""The published character vocabulary: 28 symbols, the unknown counted."""
+
+# a text may have a few letters of other alphabets (the published one turns them into spaces), not be made of them
+MOST_FOREIGN = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Ids of one text and how they are split. ``ids`` is int64 ``[n]``; a window is ``length`` ids and the one after.
+
+    ``kind`` says how the text became ids, ``vocab`` how many ids there are; ``name`` and ``sha256`` are the text's.
+    Raises KvprobeError where the text has fewer windows than ``n_train + n_valid``, and for an id outside the
+    vocabulary; ValueError for sizes below 1.
+    """
+
+    name: str
+    sha256: str
+    kind: str
+    vocab: int
+    ids: Tensor
+    length: int = 128
+    n_train: int = 100_000
+    n_valid: int = 3_000
+
+    def __post_init__(self) -> None:
+        for name in ("length", "n_train", "n_valid"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        needed = self.n_train + self.n_valid + self.length
+        if len(self.ids) < needed:
+            raise KvprobeError(
+                f"{self.name} is too small: {self.n_train:,} windows to train and {self.n_valid:,} to validate, of "
+                f"{self.length} + 1, need {needed:,} {self.kind} and it has {len(self.ids):,}; give a longer text, or "
+                "ask for fewer windows"
+            )
+        if (highest := int(self.ids.max())) >= self.vocab:
+            raise KvprobeError(f"{self.name} has the id {highest:,}, and the vocabulary {self.vocab:,} ids")
+
+    def windows(self, starts: Tensor) -> Tensor:
+        """The windows that begin at ``starts`` ``[n]``: int64 ``[n, length + 1]``, the last column only a target."""
+        return self.ids[starts[:, None] + torch.arange(self.length + 1)]
+
+    def train_batch(self, step: int, *, batch: int, seed: int) -> Tensor:
+        """The windows of one training step, int64 ``[batch, length + 1]``: a function of ``seed`` and ``step`` alone.
+
+        Every epoch is shuffled anew and read without its last, incomplete batch. Nothing of a model enters, so that
+        two models trained with one seed read the same batches in the same order, also after a resume.
+        """
+        a_epoch = self.n_train // batch
+        if not a_epoch:
+            raise ValueError(f"a batch of {batch} is larger than the {self.n_train:,} training windows")
+        epoch, place = divmod(step, a_epoch)
+        generator = torch.Generator().manual_seed(((seed << 20) + epoch) % 2**63)
+        order = torch.randperm(self.n_train, generator=generator)
+        return self.windows(order[place * batch : (place + 1) * batch])
+
+    def valid_windows(self) -> Tensor:
+        """All validation windows, int64 ``[n_valid, length + 1]``."""
+        return self.windows(torch.arange(self.n_train, self.n_train + self.n_valid))
+
+    def record(self) -> Mapping[str, Any]:
+        """What a run record says of it: name, fingerprint and split, never a path."""
+        return {
+            "corpus": self.name,
+            "corpus_sha256": self.sha256,
+            "corpus_kind": self.kind,
+            "vocab": self.vocab,
+            "length": self.length,
+            "n_train": self.n_train,
+            "n_valid": self.n_valid,
+        }
+
+
+def characters(text: Text, **split: int) -> Corpus:
+    """The published character corpus: every run of anything but A to Z becomes one space, the rest lower case.
+
+    ``split`` gives ``length``, ``n_train`` and ``n_valid``. Raises KvprobeError, beside what :class:`Corpus` raises,
+    for a text of another alphabet, most of which would become spaces.
+    """
+    letters = [character for character in text.text if character.isalpha()]
+    foreign = [character for character in letters if not character.isascii()]
+    if len(foreign) > MOST_FOREIGN * len(letters):
+        named = ", ".join(repr(character) for character in sorted(set(foreign))[:5])
+        raise KvprobeError(
+            f"the vocabulary of {len(LETTERS)} symbols misses {len(foreign) / len(letters):.0%} of the letters of "
+            f"{text.name} (such as {named}), which would all become spaces; give an English text, or one transliterated"
+        )
+    return spelled(text, re.sub("[^A-Za-z]+", " ", text.text).lower(), vocabulary=LETTERS, **split)
+
+
+def spelled(text: Text, characters: str, *, vocabulary: tuple[str, ...], **split: int) -> Corpus:
+    """A corpus of ``characters`` made from ``text``, each the id of its place in ``vocabulary``.
+
+    Raises KvprobeError naming the characters that the vocabulary misses: none becomes the unknown silently.
+    """
+    place = {symbol: i for i, symbol in enumerate(vocabulary)}
+    if missing := sorted(set(characters) - place.keys()):
+        named = ", ".join(repr(character) for character in missing[:5])
+        raise KvprobeError(
+            f"the vocabulary of {len(vocabulary)} symbols misses {len(missing)} characters of {text.name}: {named}"
+            f"{', …' if len(missing) > 5 else ''}"
+        )
+    ids = torch.tensor([place[character] for character in characters], dtype=torch.long)
+    return Corpus(text.name, text.sha256, "characters", len(vocabulary), ids, **split)
+
+
+def tokens(text: Text, tokenizer: Tokenizer, **split: int) -> Corpus:
+    """A corpus of a tokenizer's ids, without any begin-of-sequence mark; the vocabulary is the tokenizer's whole."""
+    ids = tokenizer(text.text, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
+    return Corpus(text.name, text.sha256, "tokens", len(tokenizer), torch.tensor(ids, dtype=torch.long), **split)

@@ -1,0 +1,281 @@
+"""What do shared keys and values cost in loss: trained so from the start, uptrained, or pooled and left untrained?"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprobe.cells import Cell, Shelf, config_of, finish_all, shape_row
+from kvprobe.corpus import Corpus
+from kvprobe.decoder import Decoder, from_hf
+from kvprobe.equivalence import Equivalence, mean_interval, paired, tost
+from kvprobe.errors import KvprobeError
+from kvprobe.experiments.words import interval_of, passage_of
+from kvprobe.models import DTYPES
+from kvprobe.progress import Progress, silent
+from kvprobe.results import Result, Row, run_record
+from kvprobe.scoring import check_score_from, default_block_length, nll, paired_interval, perplexity
+from kvprobe.sharing import share_heads
+from kvprobe.subject import Subject
+from kvprobe.training import Plan, check
+
+N_HEADS = 8
+MARGIN = 0.05
+"""Nat per token within which two losses count as the same for practice; by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """The model's size and how it is trained; the defaults are the published ones. ``words`` say what it is."""
+
+    words: str = "the published protocol"
+    n_layers: int = 6
+    width: int = 256
+    n_train: int = 100_000
+    n_valid: int = 3_000
+    plan: Plan = field(default_factory=Plan)
+
+
+QUICK = Protocol(
+    words="not the published protocol: a smaller model, 60 steps of 16 windows, 300 windows to validate on",
+    n_layers=4,
+    width=128,
+    n_valid=300,
+    plan=Plan(steps=60, batch=16, validate_every=30),
+)
+
+
+def cells(
+    corpus: Corpus,
+    protocol: Protocol,
+    *,
+    kv_heads: Sequence[int],
+    seeds: Sequence[int],
+    uptrain: float | None = None,
+    device: str = "cpu",
+) -> list[Cell]:
+    """What is to be trained, seed by seed, so that a run cut short has whole seeds; each checked before the first step.
+
+    With ``uptrain``, a fraction of the steps, every seed has its multi-head model first and then that model with its
+    heads pooled and trained on for so many steps; with 8 heads of 8, which pools nothing, the control. Raises
+    ValueError and KvprobeError.
+    """
+    if not kv_heads or not seeds:
+        raise ValueError("a grid needs at least one number of KV heads and one seed")
+    if twice := [n for n in kv_heads if list(kv_heads).count(n) > 1]:
+        raise ValueError(f"{twice[0]} KV heads are asked for twice")
+    if uptrain is not None and not 0 < uptrain <= 1:
+        raise ValueError(f"uptrain must be a fraction of the steps, above 0 and at most 1, got {uptrain}")
+    found = []
+    for seed in seeds:
+        plan = replace(protocol.plan, seed=seed)
+        size = {"vocab": corpus.vocab, "length": corpus.length, "n_layers": protocol.n_layers, "width": protocol.width}
+        mine = [Cell(config_of(n, n_heads=N_HEADS, **size), corpus, plan, device=device) for n in kv_heads]
+        if uptrain is not None:
+            whole = Cell(config_of(N_HEADS, n_heads=N_HEADS, **size), corpus, plan, device=device)
+            steps = max(1, round(uptrain * plan.steps))
+            mine = [whole, *(whole.uptrained(n, steps=steps) for n in kv_heads)]
+        found += mine
+    for cell in found:
+        check(cell.config, corpus, cell.plan)
+    return found
+
+
+def run(
+    corpus: Corpus,
+    shelf: Shelf,
+    protocol: Protocol | None = None,
+    *,
+    kv_heads: Sequence[int] = (8, 4, 2, 1),
+    seeds: Sequence[int] = (0, 1, 2),
+    uptrain: float | None = None,
+    margin: float = MARGIN,
+    device: str = "cpu",
+    collect: bool = False,
+    progress: Progress = silent,
+) -> Result:
+    """A row a head count and seed, of cells trained now or kept on ``shelf``; the record has the :func:`summary`.
+
+    ``collect`` trains nothing: rows are of the cells that are kept, and the record names those ``missing``. Raises
+    ValueError and KvprobeError before the first step for what cannot be trained, and where nothing is kept.
+    """
+    started = time.perf_counter()
+    protocol = Protocol() if protocol is None else protocol
+    tost([0.0], margin=margin)  # refused now, and not after hours
+    wanted = cells(corpus, protocol, kv_heads=kv_heads, seeds=seeds, uptrain=uptrain, device=device)
+    if not collect:
+        finish_all(wanted, shelf, progress=progress)
+    shown = [cell for cell in wanted if (cell.parent is None) == (uptrain is None)]
+    kept = {cell.words: shelf.read(cell) for cell in shown}
+    there = [found for found in kept.values() if found is not None]
+    if not there:
+        raise KvprobeError("none of the cells asked for is trained yet")
+    rows = [found["row"] for found in there]
+    record = run_record(
+        corpus.record(),
+        asdict(protocol.plan) | {"seed": min(seeds), "betas": [*protocol.plan.betas]},
+        protocol=protocol.words,
+        n_layers=protocol.n_layers,
+        width=protocol.width,
+        n_heads=N_HEADS,
+        kv_heads=[*kv_heads],
+        seeds=[*seeds],
+        uptrain=uptrain,
+        pool=False,
+        device=device,
+        margin=margin,
+        missing=[words for words, found in kept.items() if found is None],
+        cells=[_of_cell(found) for found in there],
+        summary=summary(rows, margin=margin),
+        interval="95 % and, for differences paired by seed, 90 %: Student's t over seeds",
+        wall_s=round(time.perf_counter() - started, 3),
+    )
+    return Result("gqa", rows, record)
+
+
+def summary(rows: Sequence[Row], *, margin: float, n_heads: int = N_HEADS) -> list[Row]:
+    """A row a head count: mean loss over seeds with its 95 % t-interval, and its difference to multi-head.
+
+    The difference is paired by seed, over the seeds that both have, with its 90 % interval, the p-value and the
+    verdict of :func:`kvprobe.equivalence.tost`. All of these are None for multi-head itself and without it.
+    """
+    losses: dict[int, dict[int, float]] = {}
+    for row in rows:
+        losses.setdefault(row["n_kv_heads"], {})[row["seed"]] = row["best_val_loss"]
+    bytes_of = {row["n_kv_heads"]: row["cache_bytes_per_token"] for row in rows}
+    found = []
+    for n, by_seed in losses.items():
+        mean = mean_interval([*by_seed.values()])
+        pairs = paired(by_seed, losses.get(n_heads, {})) if n != n_heads else []
+        tested: Equivalence | None = tost(pairs, margin=margin) if pairs else None
+        difference = tested.difference if tested else None
+        found.append(
+            {
+                "n_kv_heads": n,
+                "n_seeds": len(by_seed),
+                "mean": mean.mean,
+                "low": mean.low,
+                "high": mean.high,
+                "difference": difference.mean if difference else None,
+                "difference_low": difference.low if difference else None,
+                "difference_high": difference.high if difference else None,
+                "p_value": tested.p_value if tested else None,
+                "verdict": tested.verdict if tested else None,
+                "cache_bytes_per_token": bytes_of[n],
+            }
+        )
+    return found
+
+
+@torch.no_grad()
+def pool(
+    subject: Subject,
+    *,
+    kv_heads: Sequence[int] = (),
+    score_from: int | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Result:
+    """The loss of a pretrained model as it is, and with its KV heads pooled to fewer, nothing trained.
+
+    ``kv_heads`` default to every number that the model's heads can be pooled to. ``best_val_loss`` is the loss of the
+    passage's targets after ``score_from`` (half of it), ``delta`` the difference to the model as it is with its
+    interval. Raises UnsupportedModelError for a family that the decoder has not, ValueError for a number that does not
+    divide the model's, and KvprobeError for a model that has one KV head only.
+    """
+    started = time.perf_counter()
+    decoder, passage = from_hf(subject.model), subject.passage
+    has = decoder.config.n_kv_heads
+    if has == 1:
+        raise KvprobeError(f"{subject.loaded.name} has one KV head for all its query heads: nothing is left to pool")
+    score_from = passage.n_tokens // 2 if score_from is None else score_from
+    check_score_from(passage.n_tokens, score_from)
+    rungs = sorted(set(kv_heads) - {has}, reverse=True) or [n for n in range(has - 1, 0, -1) if has % n == 0]
+    size = DTYPES[subject.loaded.dtype]
+    rows: list[Row] = []
+    reference = _losses(decoder, subject.input_ids, score_from)
+    for done, n in enumerate([has, *rungs]):
+        progress("pooling", done, len(rungs) + 1, "head counts")
+        shared = decoder if n == has else share_heads(decoder, n)
+        losses = reference if n == has else _losses(shared, subject.input_ids, score_from)
+        change = paired_interval(losses, reference, seed=seed)
+        rows.append(
+            {
+                "n_kv_heads": n,
+                "seed": None,
+                "best_val_loss": float(losses.mean()),
+                **shape_row(shared.config, bytes_per_element=size),
+                "perplexity": perplexity(losses),
+                "delta": change.delta,
+                "delta_low": change.low,
+                "delta_high": change.high,
+            }
+        )
+    n_targets = passage.n_tokens - 1 - score_from
+    record = run_record(
+        subject.record(),
+        n_heads=decoder.config.n_heads,
+        kv_heads=[has, *rungs],
+        pool=True,
+        score_from=score_from,
+        n_targets=n_targets,
+        interval=interval_of(default_block_length(n_targets)),
+        seed=seed,
+        wall_s=round(time.perf_counter() - started, 3),
+    )
+    return Result("gqa", rows, record)
+
+
+def sentences(result: Result) -> list[str]:
+    """What the rows support, a plain sentence a head count."""
+    run = result.run
+    if run["pool"]:
+        first, *pooled = result.rows
+        said = [f"{passage_of(run)}, {run['n_targets']:,} targets: KV heads pooled by mean, nothing trained"]
+        for row in pooled:
+            said.append(
+                f"{first['n_kv_heads']} KV heads to {row['n_kv_heads']}: loss {first['best_val_loss']:.3f} to "
+                f"{row['best_val_loss']:.3f}, {_between(row['delta'], row['delta_low'], row['delta_high'], 95)}"
+            )
+        return said
+    said = [f"{run['corpus']}, {run['steps']:,} steps, {run['protocol']}"]
+    for row in run["summary"]:
+        seeds = f"{row['n_seeds']} seed{'s' if row['n_seeds'] > 1 else ''}"
+        within = "no interval" if row["low"] is None else f"95 % interval {row['low']:.3f} to {row['high']:.3f}"
+        line = f"{row['n_kv_heads']} KV heads: {row['mean']:.3f} ({within}, {seeds})"
+        if row["verdict"] is not None:
+            change = _between(row["difference"], row["difference_low"], row["difference_high"], 90)
+            line += f"; against multi-head {change}: {row['verdict']} at a margin of {run['margin']:g} nat"
+        said.append(line)
+    if any(row["verdict"] == "undecided" for row in run["summary"]):
+        said.append("undecided: the interval holds the margin, or one seed has none; more --seeds narrow it")
+    if run["missing"]:
+        said.append(f"not trained yet: {'; '.join(run['missing'])}")
+    return said
+
+
+def _between(mean: float, low: float | None, high: float | None, level: int) -> str:
+    within = "one seed, no interval" if low is None else f"{level} % interval {low:+.3f} to {high:+.3f}"
+    return f"{mean:+.3f} nat a token ({within})".replace("-", "−")
+
+
+def _of_cell(kept: dict[str, Any]) -> Row:
+    """What the record says of a kept cell beyond its row: every validation, and when, where and how long."""
+    row, run = kept["row"], kept["run"]
+    validations = [[step, loss] for step, loss in kept["validations"]]
+    about = {"n_kv_heads": row["n_kv_heads"], "seed": row["seed"], "validations": validations}
+    about |= {"seconds": round(kept["seconds"], 1), "n_resumed": kept["resumed"]}
+    return about | {name: run[name] for name in ("threads", "cpu", "date", "versions")}
+
+
+def _losses(decoder: Decoder, ids: Tensor, score_from: int, chunk: int = 256) -> Tensor:
+    """Loss of every target after ``score_from`` of ``ids`` ``[1, n_tokens]``: float64 ``[n_targets]`` on the CPU."""
+    hidden, targets = decoder.body(ids)[0, score_from:-1], ids[0, score_from + 1 :]
+    pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    losses = torch.cat([nll(decoder.logits(part), wanted).cpu() for part, wanted in pieces])
+    if not bool(losses.isfinite().all()):
+        raise KvprobeError(f"the loss with {decoder.config.n_kv_heads} KV heads is not finite: try --dtype float32")
+    return losses

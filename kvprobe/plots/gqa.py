@@ -1,0 +1,85 @@
+"""What does a smaller cache cost? Loss against cache bytes a token, a point for each number of KV heads."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from kvprobe.bill import Amount
+from kvprobe.plots.style import COLOURS, INK, look, panels, styled, titled
+from kvprobe.results import Row
+
+
+def draw(
+    rows: Sequence[Row],
+    ax: Axes,
+    *,
+    cells: Sequence[Row] = (),
+    names: tuple[str, str] = ("mean over seeds", "95 % interval"),
+) -> Axes:
+    """Losses with their intervals, one for each number of KV heads, and beside them the ``cells``, one a seed.
+
+    ``rows`` need ``n_kv_heads``, ``cache_bytes_per_token``, ``mean``, ``low`` and ``high`` (None: no interval);
+    ``cells`` need ``cache_bytes_per_token`` and ``best_val_loss``.
+    """
+    rows = sorted(rows, key=lambda row: row["cache_bytes_per_token"])
+    at = [row["cache_bytes_per_token"] for row in rows]
+    sure = [row for row in rows if row["low"] is not None]
+    ax.plot(at, [row["mean"] for row in rows], **look(0), label=names[0])
+    if sure:
+        ax.errorbar(
+            [row["cache_bytes_per_token"] for row in sure],
+            [row["mean"] for row in sure],
+            yerr=[[row["mean"] - row["low"] for row in sure], [row["high"] - row["mean"] for row in sure]],
+            color=COLOURS[0],
+            linestyle="none",
+            capsize=3,
+            elinewidth=1,
+            label=names[1],
+        )
+    if cells:
+        # hollow and to the right, where no interval hides them
+        ax.plot(
+            [1.06 * cell["cache_bytes_per_token"] for cell in cells],
+            [cell["best_val_loss"] for cell in cells],
+            color=INK,
+            marker="o",
+            markersize=3,
+            markerfacecolor="none",
+            linestyle="none",
+            label="one seed",
+        )
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(at, [f"{Amount(row['cache_bytes_per_token'])}\n{_heads(row['n_kv_heads'])}" for row in rows])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.margins(x=0.12)
+    ax.set(xlabel="cache a token", ylabel="loss (nat per token)")
+    ax.legend(loc="best")
+    return ax
+
+
+def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: bool = True) -> Figure:
+    """One panel of a result's rows: seeds and their means, or a pretrained model with its heads pooled."""
+    with styled():
+        fig, (ax,) = panels(width, 3.0)
+        if run["pool"]:
+            names = ("loss", "95 % interval of the difference")
+            draw([_pooled(row, rows[0]) for row in rows], ax, names=names)
+            said = f"{run['model']}, {run['passage']}: KV heads pooled, nothing trained"
+        else:
+            draw(run["summary"], ax, cells=rows)
+            said = f"{run['corpus']}, {run['steps']:,} steps, {run['protocol']}"
+        return titled(fig, said) if title else fig
+
+
+def _pooled(row: Row, first: Row) -> Row:
+    """A pooled row in the words of a summary: the interval is of the difference to the model as it is."""
+    low, high = (first["best_val_loss"] + row[end] for end in ("delta_low", "delta_high"))
+    alone = row is first
+    return row | {"mean": row["best_val_loss"], "low": None if alone else low, "high": None if alone else high}
+
+
+def _heads(number: int) -> str:
+    return f"{number} KV head{'s' if number > 1 else ''}"

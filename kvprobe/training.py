@@ -1,0 +1,247 @@
+"""How is a small decoder trained, so that the same seed gives the same bits, also after a kill? One plain loop.
+
+    decoder = seeded(config, seed=0)
+    history = train(decoder, corpus, Plan(steps=600))
+
+AdamW over cross-entropy in nat per token. A step reads its batch in parts whose activations stay in the processor's
+cache and adds up their gradients. What a step reads depends on the seed and its number alone
+(:meth:`kvprobe.corpus.Corpus.train_batch`), nothing is drawn while training, and so the weights, the optimizer's
+moments and the number of steps done are all that a checkpoint must hold.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvprobe.config import DecoderConfig
+from kvprobe.corpus import Corpus
+from kvprobe.decoder import Decoder
+from kvprobe.errors import KvprobeError
+from kvprobe.progress import Progress, silent
+from kvprobe.snapshot import Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to train; the defaults are the published protocol (AdamW at a constant rate, no decay, no clipping).
+
+    ``batch`` windows a step, ``micro_batch`` of them at a time. The rate rises over ``warm_up`` steps to
+    ``learning_rate`` and stays there, or falls on a cosine to ``floor`` of it at the last step. ``clip`` bounds the
+    norm of all gradients together. ``dtype`` bfloat16 is autocast: weights, moments and losses stay float32.
+    Validation is every ``validate_every`` steps and at the last one, whatever its number. ``skip`` batches of the
+    corpus are left to whoever trained before. Raises ValueError.
+    """
+
+    steps: int = 600
+    batch: int = 64
+    micro_batch: int = 8
+    learning_rate: float = 1e-3
+    schedule: Literal["constant", "cosine"] = "constant"
+    warm_up: int = 0
+    floor: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float | None = None
+    validate_every: int = 100
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    seed: int = 0
+    skip: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "micro_batch", "validate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be above 0, got {self.clip}")
+        if not 0 <= self.warm_up <= self.steps:
+            raise ValueError(f"warm_up must be between 0 and {self.steps} steps, got {self.warm_up}")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step ``step``, counted from 0."""
+        if step < self.warm_up:
+            return self.learning_rate * (step + 1) / self.warm_up
+        if self.schedule == "constant":
+            return self.learning_rate
+        along = (step - self.warm_up) / max(1, self.steps - 1 - self.warm_up)
+        return self.learning_rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * along)))
+
+
+class Validation(NamedTuple):
+    """The mean ``loss`` in nat per token over all validation windows, after ``step`` steps."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class History:
+    """What a training run came to: every validation, the training loss of every step, and its seconds of work."""
+
+    validations: tuple[Validation, ...] = ()
+    train_losses: tuple[float, ...] = ()
+    seconds: float = 0.0
+    resumed: int = 0
+
+    @property
+    def best(self) -> Validation:
+        """The validation with the lowest loss, the first of equals."""
+        return min(self.validations, key=lambda validation: validation.loss)
+
+    @property
+    def last(self) -> Validation:
+        """The validation after the last step."""
+        return self.validations[-1]
+
+
+def seeded(config: DecoderConfig, *, seed: int) -> Decoder:
+    """A decoder whose random weights are a function of ``config`` and ``seed``; torch's own generator is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Decoder(config)
+
+
+def check(config: DecoderConfig, corpus: Corpus, plan: Plan) -> None:
+    """Refuse before the first step what cannot be trained. Raises ValueError and KvprobeError, with the value."""
+    if corpus.vocab > config.vocab:
+        raise KvprobeError(f"{corpus.name} has a vocabulary of {corpus.vocab:,}, the model one of {config.vocab:,}")
+    if corpus.length > config.max_positions:
+        raise ValueError(f"windows of {corpus.length} tokens are longer than the model's {config.max_positions}")
+    if plan.batch > corpus.n_train:
+        raise ValueError(f"a batch of {plan.batch} is larger than the {corpus.n_train:,} training windows")
+
+
+def train(
+    decoder: Decoder,
+    corpus: Corpus,
+    plan: Plan,
+    *,
+    snapshot: Snapshot | None = None,
+    snapshot_every: int = 50,
+    progress: Progress = silent,
+    what: str = "training",
+) -> History:
+    """Train ``decoder`` in place, which is then in eval mode; with a ``snapshot`` go on from where it stands.
+
+    The snapshot is written every ``snapshot_every`` steps and at the last one; it stays until its owner removes it.
+    ``progress`` is told the step with its loss and tokens per second. Raises KvprobeError for a loss that is not
+    finite, naming the step, and what :func:`check` raises.
+    """
+    check(decoder.config, corpus, plan)
+    parameters = {name: parameter.requires_grad_() for name, parameter in decoder.named_parameters()}
+    optimizer = torch.optim.AdamW(
+        parameters.values(),
+        lr=plan.learning_rate,
+        betas=plan.betas,
+        eps=plan.eps,
+        weight_decay=plan.weight_decay,
+        fused=True,
+    )
+    history, done = History(), 0
+    if snapshot is not None and (kept := snapshot.read()) is not None:
+        standing, tensors = kept
+        history, done = _history(standing), len(standing["train_losses"])
+        restore_weights(decoder, tensors)
+        if done < plan.steps:
+            _restore_moments(decoder, optimizer, tensors)
+    started = time.perf_counter() - history.seconds
+    first, began = done, time.perf_counter()
+    decoder.train()
+    try:
+        for step in range(done, plan.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = plan.rate(step)
+            windows = corpus.train_batch(plan.skip + step, batch=plan.batch, seed=plan.seed)
+            loss = gradients(decoder, windows, plan)
+            if not math.isfinite(loss):
+                raise KvprobeError(
+                    f"the training loss is not finite at step {step + 1} (rate {plan.rate(step):g}, {plan.dtype}): "
+                    "use a lower learning rate, a warm-up or clipping"
+                )
+            if plan.clip is not None:
+                torch.nn.utils.clip_grad_norm_(parameters.values(), plan.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            done = step + 1
+            history = replace(history, train_losses=(*history.train_losses, loss))
+            speed = (done - first) * plan.batch * corpus.length / (time.perf_counter() - began)
+            progress(what, done, plan.steps, f"steps, loss {loss:.3f}, {speed:,.0f} tokens/s")
+            if done % plan.validate_every == 0 or done == plan.steps:
+                now = Validation(done, validate(decoder, corpus, plan))
+                history = replace(history, validations=(*history.validations, now))
+            history = replace(history, seconds=time.perf_counter() - started)
+            if snapshot is not None and (done % snapshot_every == 0 or done == plan.steps):
+                snapshot.write(asdict(history), _tensors(decoder, optimizer))
+    finally:
+        decoder.zero_grad()
+        decoder.eval()
+    return history
+
+
+def gradients(decoder: Decoder, windows: Tensor, plan: Plan) -> float:
+    """Add the gradients of the mean loss of ``windows`` ``[batch, length + 1]``; returns that loss."""
+    total = 0.0
+    for part in windows.split(plan.micro_batch):
+        loss = _sum(decoder, part, plan.dtype) / windows[:, 1:].numel()
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+@torch.no_grad()
+def validate(decoder: Decoder, corpus: Corpus, plan: Plan) -> float:
+    """The mean loss in nat per token over all validation windows, summed in float64."""
+    windows = corpus.valid_windows()
+    # no_grad and not inference_mode, whose tensors (the table of angles is kept) later steps could not differentiate
+    total = sum(float(_sum(decoder, part, plan.dtype)) for part in windows.split(2 * plan.micro_batch))
+    return total / windows[:, 1:].numel()
+
+
+def _sum(decoder: Decoder, windows: Tensor, dtype: str) -> Tensor:
+    device = decoder.embedding.weight.device
+    windows = windows.to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        logits = decoder(windows[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
+
+
+def _tensors(decoder: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = weights_of(decoder)
+    for name, parameter in decoder.named_parameters():
+        tensors |= {f"{key}/{name}": value for key, value in optimizer.state[parameter].items()}
+    return tensors
+
+
+def weights_of(decoder: Decoder) -> dict[str, Tensor]:
+    """The weights as a snapshot holds them."""
+    return {f"weights/{name}": tensor.detach() for name, tensor in decoder.named_parameters()}
+
+
+@torch.no_grad()
+def restore_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Give ``decoder`` the weights that a snapshot of :func:`train` holds."""
+    for name, parameter in decoder.named_parameters():
+        parameter.copy_(tensors[f"weights/{name}"])
+
+
+def _restore_moments(decoder: Decoder, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    for name, parameter in decoder.named_parameters():
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        optimizer.state[parameter] = {key: tensors[f"{key}/{name}"].to(parameter.device) for key in keys}
+
+
+def _history(standing: Mapping[str, Any]) -> History:
+    return History(
+        validations=tuple(Validation(*validation) for validation in standing["validations"]),
+        train_losses=tuple(standing["train_losses"]),
+        seconds=standing["seconds"],
+        resumed=standing["resumed"] + 1,
+    )
