@@ -1,4 +1,5 @@
-# make demo  sets everything up and shows the attention sinks of a real pretrained model
+# make demo  sets everything up, shows the attention sinks of a real pretrained model and writes a page on it
+# make figures MODEL=smollm2-135m  runs the analyses that have no result of MODEL yet and draws every figure
 # make test  sets everything up and runs the tests
 # A second run repeats no set-up. PYTHON names the interpreter the virtual environment is made with (3.11 or newer).
 
@@ -8,13 +9,22 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-slow lint clean
+MODEL ?= smollm2-135m
+
+.PHONY: demo figures test test-slow lint clean
 
 demo: $(INSTALLED)
 	@$(BIN)/kvprobe pull smollm2-135m
 	@mkdir -p demo
 	@$(BIN)/kvprobe sinks smollm2-135m --plot demo/sinks.png
-	@echo "The picture is demo/sinks.png"
+	@echo "The picture is demo/sinks.png. A page on the model comes next, in two or three minutes"
+	@$(BIN)/kvprobe report smollm2-135m --out demo/report.html
+
+# results and figures stay in results/ and figures/drawn/
+figures: $(INSTALLED)
+	$(if $(filter smollm2-135m gemma3-270m,$(MODEL)),@$(BIN)/kvprobe pull $(MODEL))
+	@$(BIN)/python -m figures --missing "$(MODEL)" | xargs -r -t -L 1 $(BIN)/python -m
+	@$(BIN)/python -m figures
 
 # one torch thread a worker: two pools of threads on two cores only fight
 test: $(INSTALLED)
@@ -31,7 +41,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo figures/drawn
 
 # torch first and by its exact version: anything that lets pip choose may fetch a GPU build of gigabytes
 $(INSTALLED): pyproject.toml constraints.txt

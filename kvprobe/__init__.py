@@ -1,3 +1,141 @@
-"""Where a language model's attention goes, how small its KV cache could be, and what that would cost."""
+"""Where a language model's attention goes, how small its KV cache could be, and what that would cost.
+
+The few names that most work begins with. ``import kvprobe`` loads nothing heavy: each name brings what it needs when it
+is used. The experiments of the command line are functions of :mod:`kvprobe.experiments`, one a module.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvprobe.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from kvprobe.attention import AttentionCall
+    from kvprobe.hooks import Captured
+    from kvprobe.models import Loaded
+    from kvprobe.results import Result
+    from kvprobe.subject import Subject
 
 __version__ = "0.1.0"
+__all__ = ["Result", "attending", "capture", "load", "prepare", "token0_mass"]
+
+
+def load(name: str, *, dtype: str = "float32", device: str | None = None, progress: Progress = silent) -> "Loaded":
+    """A model by name, directory, GGUF file or hub id: ``.model``, ``.tokenizer``, ``.spec``.
+
+    See :func:`kvprobe.models.load` for where it is looked for and what is refused.
+
+    >>> import kvprobe
+    >>> loaded = kvprobe.load("smollm2-135m")
+    >>> loaded.spec.n_layers, loaded.spec.n_heads, loaded.spec.n_kv_heads
+    (30, 9, 3)
+    """
+    from kvprobe import models
+
+    return models.load(name, dtype=dtype, device=device, progress=progress)
+
+
+def prepare(
+    model: str,
+    *,
+    text: str = "bundled",
+    tokens: int | None = 1024,
+    bos: Literal["auto", "add", "drop"] = "auto",
+    dtype: str = "float32",
+    device: str = "auto",
+    unlimited: bool = False,
+    progress: Progress = silent,
+) -> "Subject":
+    """A model with the passage that it will read, which is what every experiment takes.
+
+    See :func:`kvprobe.subject.prepare` for what is checked.
+
+    >>> import kvprobe
+    >>> from kvprobe.experiments import sinks
+    >>> subject = kvprobe.prepare("smollm2-135m", tokens=128)
+    >>> result = sinks.run(subject)
+    >>> len(result.rows), result.rows[23]["mass"] > 0.3
+    (30, True)
+    """
+    from kvprobe import subject
+
+    return subject.prepare(
+        model,
+        text=text,
+        tokens=tokens,
+        bos=bos,
+        dtype=dtype,
+        device=device,
+        unlimited=unlimited,
+        progress=progress,
+    )
+
+
+def attending(model: "nn.Module", attend: "Callable[[AttentionCall], Tensor]") -> AbstractContextManager[None]:
+    """A block in which ``attend(call)`` stands in for attention, once a layer and forward.
+
+    See :func:`kvprobe.hooks.attending` for what is proved and raised.
+
+    >>> import kvprobe
+    >>> subject = kvprobe.prepare("smollm2-135m", tokens=32)
+    >>> def last_four(call):
+    ...     return call.attend(keep=call.keep.triu(-3))
+    >>> with kvprobe.attending(subject.model, last_four):
+    ...     logits = subject.model(subject.input_ids, use_cache=False).logits
+    >>> tuple(logits.shape)
+    (1, 32, 49152)
+    """
+    from kvprobe import hooks
+
+    return hooks.attending(model, attend)
+
+
+def capture(
+    model: "nn.Module",
+    input_ids: "Tensor",
+    *,
+    layers: Iterable[int] | None = None,
+    maps: Iterable[int] | bool = False,
+    to_cpu: bool = False,
+    **inputs: Any,
+) -> "Captured":
+    """Keys and values as attention reads them and, where asked for, attention maps, by layer.
+
+    See :func:`kvprobe.hooks.capture` for their shapes.
+
+    >>> import kvprobe
+    >>> subject = kvprobe.prepare("smollm2-135m", tokens=32)
+    >>> seen = kvprobe.capture(subject.model, subject.input_ids, layers=[0, 12], maps=[12])
+    >>> tuple(seen.keys[0].shape), tuple(seen.maps[12].shape)
+    ((1, 3, 32, 64), (1, 9, 32, 32))
+    """
+    from kvprobe import hooks
+
+    return hooks.capture(model, input_ids, layers=layers, maps=maps, to_cpu=to_cpu, **inputs)
+
+
+def token0_mass(model: "nn.Module", input_ids: "Tensor", queries_from: int = 64) -> "Tensor":
+    """Mean attention weight on token 0: float32 ``[n_layers, n_heads]``, without ever holding a map.
+
+    See :func:`kvprobe.mass.token0_mass`, and :func:`kvprobe.mass.measure` for any position.
+
+    >>> import kvprobe
+    >>> subject = kvprobe.prepare("smollm2-135m", tokens=128)
+    >>> mass = kvprobe.token0_mass(subject.model, subject.input_ids)
+    >>> tuple(mass.shape)
+    (30, 9)
+    """
+    from kvprobe import mass
+
+    return mass.token0_mass(model, input_ids, queries_from)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Result":
+        from kvprobe.results import Result
+
+        return Result
+    raise AttributeError(f"module 'kvprobe' has no attribute {name!r}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 # modules of kvprobe.commands, in the order in which --help lists them
-COMMANDS = ("sinks", "lowrank", "window", "cache", "memory", "latency", "gqa", "generate", "pull", "models")
+COMMANDS = ("sinks", "lowrank", "window", "cache", "memory", "latency", "gqa", "generate", "report", "pull", "models")
 PLOT_ENDINGS = (".svg", ".png", ".pdf")
 
 

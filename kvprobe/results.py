@@ -11,12 +11,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 
 # the packages whose version can change a number
 VERSIONED = ("kvprobe", "torch", "transformers", "tokenizers", "numpy")
+# a notebook shows so many rows and says how many more there are
+SHOWN_ROWS = 60
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,14 @@ class Result:
     """One analysis: ``rows``, one an observation, all with the same fields, and ``run``, how they came about.
 
     Raises ValueError if there are no rows or if they differ in their fields.
+
+    >>> result = Result("sinks", [{"layer": 0, "mass": 0.25}, {"layer": 1, "mass": 0.5}], {"model": "tiny"})
+    >>> print(result.to_csv(), end="")
+    layer,mass
+    0,0.25
+    1,0.5
+    >>> Result.from_json(result.to_json()) == result
+    True
     """
 
     analysis: str
@@ -64,6 +77,21 @@ class Result:
         for path, text in zip(paths, (self.to_csv(), self.to_json()), strict=True):
             write_whole(path, text)
         return paths
+
+    def plot(self) -> "Figure":
+        """The picture that belongs to the analysis; ValueError for one that has none."""
+        from kvprobe.plots.named import figure_of
+
+        return figure_of(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the rows as a table, each text escaped."""
+        from kvprobe.page import Column, table
+
+        some = self.rows[:SHOWN_ROWS]
+        more = f", and {len(self.rows) - len(some):,} more rows" if len(some) < len(self.rows) else ""
+        columns = [Column(name, name) for name in self.rows[0]]
+        return table(columns, some, caption=f"{self.analysis}, {self.run.get('model', 'no model')}{more}")
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:

@@ -7,44 +7,54 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from kvprobe.bill import Amount
-from kvprobe.plots.style import COLOURS, INK, MARKERS, TWO_COLUMNS, styled
+from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, TWO_COLUMNS, panels, styled, titled
 from kvprobe.results import Row
 
 GREY = "#888888"
 # one look for each factor of the formula that a lever attacks, the same in both panels
-LOOK = {
-    "model": (COLOURS[0], MARKERS[0]),
-    "undone": (GREY, "x"),
-    "heads": (COLOURS[1], MARKERS[1]),
-    "latent": (COLOURS[2], MARKERS[2]),
-    "window": (COLOURS[3], MARKERS[3]),
-    "bits": (COLOURS[4], MARKERS[4]),
-    "linear": (COLOURS[5], MARKERS[5]),
+LOOK: dict[str, tuple[str, str, Any]] = {
+    "model": (COLOURS[0], MARKERS[0], "-"),
+    "undone": (GREY, "x", LINES[3]),
+    "heads": (COLOURS[1], MARKERS[1], LINES[1]),
+    "latent": (COLOURS[2], MARKERS[2], LINES[2]),
+    "window": (COLOURS[3], MARKERS[3], LINES[4]),
+    "bits": (COLOURS[4], MARKERS[4], LINES[5]),
+    "linear": (COLOURS[5], MARKERS[5], "-"),
 }
 
 
-def draw_growth(rows: list[Row], ax: Axes) -> Axes:
+def draw_growth(rows: list[Row], ax: Axes, *, max_positions: int | None = None) -> Axes:
     """Bytes against context, a line a lever, and the weights as a level line.
 
-    Rows need ``lever``, ``kind``, ``context``, ``bytes``, ``weights_bytes``.
+    Rows need ``lever``, ``kind``, ``context``, ``bytes``, ``weights_bytes``. What lies beyond ``max_positions`` of the
+    model, where the bill is arithmetic only, is shaded.
     """
-    for lever in dict.fromkeys(row["lever"] for row in rows):
+    for i, lever in enumerate(dict.fromkeys(row["lever"] for row in rows)):
         mine = [row for row in rows if row["lever"] == lever]
-        colour, marker = LOOK[mine[0]["kind"]]
+        colour, marker, dashes = LOOK[mine[0]["kind"]]
         ax.plot(
             [row["context"] for row in mine],
             [row["bytes"] for row in mine],
             color=colour,
             marker=marker,
-            markersize=3.5,
-            markevery=2,
+            markersize=4,
+            # in turn: where two levers leave the same bytes both marks are seen
+            markevery=(i % 2, 2) if len(mine) > 3 else 1,
             linewidth=2.2 if mine[0]["kind"] == "model" else 1.2,
-            linestyle="--" if mine[0]["kind"] == "undone" else "-",
+            linestyle=dashes,
             label=lever,
         )
     if rows[0]["weights_bytes"] is not None:
-        ax.axhline(rows[0]["weights_bytes"], color=INK, linewidth=1, linestyle=":", label="weights")
+        ax.axhline(rows[0]["weights_bytes"], color=INK, linewidth=1, linestyle=DOTS, label="weights")
     _binary(ax, "both")
+    longest = max(row["context"] for row in rows)
+    if max_positions is not None and longest > max_positions:
+        # the edge of the axes, and not of the data
+        ax.set_xlim(ax.get_xlim())
+        ax.axvspan(
+            max_positions, ax.get_xlim()[1], color=GREY, alpha=0.18, linewidth=0, zorder=0,
+            label=f"beyond its {max_positions:,} positions",
+        )  # fmt: skip
     ax.xaxis.set_major_formatter(FuncFormatter(_tokens))
     ax.set(xlabel="context (tokens)", ylabel="cache")
     return ax
@@ -58,7 +68,7 @@ def draw_relief(rows: list[Row], ax: Axes) -> Axes:
     now = rows[0]["bytes"]
     ax.axvline(now, color=LOOK["model"][0], linewidth=1)
     for place, row in enumerate(rows):
-        colour, marker = LOOK[row["kind"]]
+        colour, marker, _ = LOOK[row["kind"]]
         ax.plot([now, row["bytes"]], [place, place], color=colour, linewidth=1.6)
         ax.plot([row["bytes"]], [place], color=colour, marker=marker, markersize=5)
         left = row["bytes"] < now
@@ -76,24 +86,29 @@ def draw_relief(rows: list[Row], ax: Axes) -> Axes:
     ax.set_yticks(range(len(rows)), [row["lever"] for row in rows])
     ax.invert_yaxis()
     # room for the amounts beside the outermost marks
-    ax.margins(x=0.45)
+    ax.margins(x=0.7)
     ax.set(xlabel="cache")
     return ax
 
 
-def figure(growth: list[Row], relief: list[Row], run: dict[str, Any]) -> Figure:
+def figure(
+    growth: list[Row], relief: list[Row], run: dict[str, Any], *, width: float = TWO_COLUMNS, title: bool = True
+) -> Figure:
     """Both panels: growth of the strongest lever of each kind, relief of all of them at the longest context."""
     strongest = {row["kind"]: row["lever"] for row in growth}
     with styled():
-        fig = Figure(figsize=(TWO_COLUMNS, 3.9), layout="constrained")
-        left, right = fig.subplots(1, 2)
-        draw_growth([row for row in growth if row["lever"] in strongest.values()], left)
-        draw_relief(relief, right)
+        fig, (first, second) = panels(width, 3.7 if width >= TWO_COLUMNS else 2.9, 2)
+        draw_growth(
+            [row for row in growth if row["lever"] in strongest.values()], first, max_positions=run["max_positions"]
+        )
+        draw_relief(relief, second)
         # below both panels: inside, lines run through it wherever it stands
-        fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        right.set_title(f"at {relief[0]['context']:,} tokens", fontsize=8)
-        fig.suptitle(f"{run['model']}: KV cache in {run['dtype']}, batch {run['batch']:,}", fontsize=9, color=INK)
-    return fig
+        ncols = 4 if width >= TWO_COLUMNS else 2
+        fig.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=ncols)
+        beyond = run["max_positions"] is not None and relief[0]["context"] > run["max_positions"]
+        second.set_title(f"at {relief[0]['context']:,} tokens" + (", beyond its positions" if beyond else ""))
+        what = f"KV cache in {run['dtype']}, batch {run['batch']:,}"
+        return titled(fig, f"{run['model']}: {what}") if title else fig
 
 
 def _binary(ax: Axes, which: str) -> None:

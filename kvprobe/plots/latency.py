@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from kvprobe.plots import roofline
-from kvprobe.plots.style import COLOURS, INK, MARKERS, TWO_COLUMNS, styled
+from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
 from kvprobe.results import Row
 
 
@@ -20,7 +20,7 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
         mine = sorted((row for row in rows if row["phase"] == phase), key=lambda row: row["context"])
         if not mine:
             continue
-        colour, marker, name = roofline.LOOK[phase]
+        colour, marker, dashes = roofline.LOOK[phase]
         contexts, medians = [row["context"] for row in mine], [row["ms_median"] for row in mine]
         ax.errorbar(
             contexts,
@@ -31,17 +31,21 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
             ],
             color=colour,
             marker=marker,
-            markersize=5,
+            linestyle=dashes,
+            markersize=4.5,
             linewidth=1.2,
             capsize=3,
-            label=name,
+            elinewidth=1,
+            label=phase,
         )
         if phase == "cached":
             ceilings = [row["ms_ceiling"] for row in mine]
-            ax.plot(contexts, ceilings, color=colour, linewidth=1, linestyle="--", label="cached, at the ceiling")
-    ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms a token")
+            ax.plot(contexts, ceilings, color=colour, linewidth=1.4, linestyle=DOTS, label="cached, at the ceiling")
+    ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms a token (median, quartiles)")
     _ticks(ax, [row["context"] for row in rows])
-    ax.legend(loc="best")
+    # what was measured first
+    handles, labels = ax.get_legend_handles_labels()
+    legend_above(ax, handles=sorted(handles, key=lambda handle: "ceiling" in labels[handles.index(handle)]))
     return ax
 
 
@@ -52,52 +56,41 @@ def draw_batches(rows: list[Row], ax: Axes) -> Axes:
     """
     for i, context in enumerate(sorted({row["context"] for row in rows})):
         mine = sorted((row for row in rows if row["context"] == context), key=lambda row: row["batch"])
-        colour, batches = COLOURS[i % len(COLOURS)], [row["batch"] for row in mine]
-        ax.plot(
-            batches,
-            [row["tokens_per_s"] for row in mine],
-            color=colour,
-            marker=MARKERS[i % len(MARKERS)],
-            markersize=5,
-            linewidth=1.2,
-            label=f"{context:,} tokens",
-        )
+        batches = [row["batch"] for row in mine]
+        looks = look(i)
+        ax.plot(batches, [row["tokens_per_s"] for row in mine], **looks, label=f"{context:,} tokens")
         ceilings = [row["ceiling_tokens_per_s"] for row in mine]
-        ax.plot(batches, ceilings, color=colour, linewidth=1, linestyle="--")
+        ax.plot(batches, ceilings, color=looks["color"], linewidth=1.4, linestyle=DOTS)
     ax.set(yscale="log", xlabel="batch (rows decoded at once)", ylabel="tokens/s")
     _ticks(ax, [row["batch"] for row in rows])
-    ax.plot([], [], color=INK, linewidth=1, linestyle="--", label="ceiling")
-    ax.legend(loc="best")
+    ax.plot([], [], color=INK, linewidth=1.4, linestyle=DOTS, label="ceiling")
+    legend_above(ax)
     return ax
 
 
-def figure(rows: list[Row], run: dict[str, Any]) -> Figure:
-    """Context, batch where there are several, and the roofline, side by side."""
-    rows = [_with_rates(row) for row in rows if row["phase"] in roofline.LOOK]
+def figure(rows: list[Row], run: dict[str, Any], *, width: float | None = None, title: bool = True) -> Figure:
+    """Context, batch where there are several, and the roofline, side by side; stacked in one column."""
+    rows = [with_rates(row) for row in rows if row["phase"] in roofline.LOOK]
     cached = [row for row in rows if row["phase"] == "cached"]
     by_batch = len({row["batch"] for row in cached}) > 1
     first = [row for row in rows if row["batch"] == run["batches"][0]]
     by_context = any(row["phase"] != "prefill" for row in first)
-    panels = by_context + by_batch + 1
+    n_panels = by_context + by_batch + 1
     with styled():
-        fig = Figure(figsize=(TWO_COLUMNS * max(panels, 2) / 2, 3.1), layout="constrained")
-        axes = iter(fig.subplots(1, panels, squeeze=False)[0])
+        fig, panes = panels(width or TWO_COLUMNS * max(n_panels, 2) / 2, 2.9, n_panels)
+        axes = iter(panes)
         if by_context:
             draw(first, next(axes))
         if by_batch:
             draw_batches(cached, next(axes))
         roofline.draw(rows, next(axes), bandwidth=run["bandwidth_bytes_per_s"], matrix_rate=run["matrix_flops_per_s"])
-        fig.suptitle(
-            f"{run['model']}, {run['dtype']} on {run['cpu'] if run['device'] == 'cpu' else run['device']}: "
-            f"{run['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s, {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s measured",
-            fontsize=9,
-            color=INK,
-        )
-    return fig
+        where = run["cpu"] if run["device"] == "cpu" else run["device"]
+        measured = f"{run['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s, {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s"
+        return titled(fig, f"{run['model']}, {run['dtype']} on {where}: {measured} measured") if title else fig
 
 
-def _with_rates(row: Row) -> Row:
-    # other units of the same numbers
+def with_rates(row: Row) -> Row:
+    """``row`` with the same numbers in the units that are drawn: ``flops_per_s``, and ``ms_ceiling`` a run."""
     seconds = row["ms_median"] / 1e3
     return row | {
         "flops_per_s": row["flops"] / seconds,

@@ -9,7 +9,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from kvprobe.plots.style import COLOURS, HEAT, INK, MARKERS, TWO_COLUMNS, styled
+from kvprobe.plots.style import DOTS, HEAT, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
 from kvprobe.results import Row
 
 BASES = {"oracle": "oracle: the scored tokens", "prefix": "prefix: tokens before them", "heldout": "held-out text"}
@@ -18,14 +18,14 @@ PARTS = {"kv": "keys and values", "k": "keys", "v": "values"}
 
 
 def draw_loss(rows: list[Row], ax: Axes) -> Axes:
-    """Loss against rank with the 95 % interval of its difference to the untruncated pass, which is the dashed line.
+    """Loss against rank; the bars are the 95 % interval of the difference to the untruncated pass, the dotted line.
 
     One line for each basis and allocation; rows of one passage, with ``rank``, ``loss``, ``delta``, ``delta_low``,
     ``delta_high``, ``basis``, ``allocate``.
     """
     truncated = [row for row in rows if row["rank"] is not None]
     full = next(row for row in rows if row["rank"] is None)
-    ax.axhline(full["loss"], color=INK, linewidth=1, linestyle="--", label="not truncated")
+    ax.axhline(full["loss"], color=INK, linewidth=1, linestyle=DOTS, label="not truncated")
     ranks = sorted({row["rank"] for row in truncated})
     lines = list(dict.fromkeys((row["basis"], row["allocate"]) for row in truncated))
     for i, (basis, allocate) in enumerate(lines):
@@ -41,22 +41,20 @@ def draw_loss(rows: list[Row], ax: Axes) -> Axes:
                 [row["delta"] - row["delta_low"] for row in mine],
                 [row["delta_high"] - row["delta"] for row in mine],
             ],
-            color=COLOURS[i % len(COLOURS)],
-            marker=MARKERS[i % len(MARKERS)],
-            markersize=5,
-            linewidth=1.2,
+            **look(i),
             capsize=3,
+            elinewidth=1,
             label=BASES[basis] + (", rank by energy" if allocate == "energy" else ""),
         )
     ax.set_xscale("log")
-    ax.set_xticks(ranks, [f"{rank:,}" for rank in ranks])
+    # ranks too near each other to be named apart leave a tick alone
+    named = [rank for i, rank in enumerate(ranks) if i == 0 or rank >= 1.15 * ranks[i - 1]]
+    ax.set_xticks(ranks, [f"{rank:,}" if rank in named else "" for rank in ranks])
     ax.xaxis.set_minor_locator(NullLocator())
     # room beside a single rank, so that lines drawn side by side stay together
-    ax.set(xlabel="rank", ylabel="loss (nat per token)", xlim=(ranks[0] / 1.25, ranks[-1] * 1.25))
-    # room above the highest interval, so that the legend lies over no data
-    low, high = ax.get_ylim()
-    ax.set_ylim(low, high + 0.12 * (len(lines) + 1) * (high - low))
-    ax.legend(loc="upper right")
+    ax.set(xlabel=f"rank (of {truncated[0]['width']:,})", xlim=(ranks[0] / 1.25, ranks[-1] * 1.25))
+    ax.set_ylabel("loss (nat per token; bars: 95 %\nof the difference to not truncated)")
+    legend_above(ax, narrow=1)
     return ax
 
 
@@ -81,18 +79,13 @@ def draw_energy(rows: list[Row], ax: Axes) -> Axes:
     return ax
 
 
-def figure(rows: list[Row], run: dict[str, Any]) -> Figure:
+def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: bool = True) -> Figure:
     """One panel of losses."""
     with styled():
-        fig = Figure(figsize=(5.0, 3.2), layout="constrained")
-        draw_loss(rows, fig.subplots())
-        fig.suptitle(
-            f"{run['model']}: {PARTS[rows[0]['of']]} of width {rows[0]['width']:,}, {run['n_targets']:,} targets of "
-            f"{run['passage']}",
-            fontsize=9,
-            color=INK,
-        )
-    return fig
+        fig, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 3.0)
+        draw_loss(rows, ax)
+        targets = f"{run['n_targets']:,} targets of {run['passage']}"
+        return titled(fig, f"{run['model']}: {PARTS[rows[0]['of']]}, {targets}") if title else fig
 
 
 def spectrum_figure(rows: list[Row], run: dict[str, Any]) -> Figure:
@@ -100,15 +93,11 @@ def spectrum_figure(rows: list[Row], run: dict[str, Any]) -> Figure:
     stages = sorted({row["stage"] for row in rows}, key=list(STAGES).index)
     layers = sorted({row["layer"] for row in rows})
     with styled():
-        fig = Figure(figsize=(TWO_COLUMNS if len(stages) > 1 else 4.0, 3.0), layout="constrained")
-        panels = fig.subplots(1, len(stages), sharey=True, squeeze=False)[0]
-        for ax, stage in zip(panels, stages, strict=True):
+        fig, axes = panels(TWO_COLUMNS, 2.9, len(stages), sharey=True)
+        for ax, stage in zip(axes, stages, strict=True):
             draw_energy([row for row in rows if row["stage"] == stage], ax)
             ax.set_title(STAGES[stage])
-        panels[0].figure.colorbar(
-            ScalarMappable(Normalize(layers[0], max(layers[-1], layers[0] + 1)), HEAT), ax=list(panels), label="layer"
-        )
-        for ax in panels[1:]:
+        fig.colorbar(ScalarMappable(Normalize(layers[0], max(layers[-1], layers[0] + 1)), HEAT), ax=axes, label="layer")
+        for ax in axes[1:]:
             ax.set_ylabel("")
-        fig.suptitle(f"{run['model']}: {PARTS[rows[0]['of']]} over {run['passage']}", fontsize=9, color=INK)
-    return fig
+        return titled(fig, f"{run['model']}: {PARTS[rows[0]['of']]} over {run['passage']}")

@@ -2,14 +2,14 @@
 
 from matplotlib.axes import Axes
 
-from kvprobe.plots.style import COLOURS, INK, MARKERS
+from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, legend_above
 from kvprobe.results import Row
 
-# phase -> colour, marker and what it is called
+# phase -> colour, marker and dashes
 LOOK = {
-    "naive": (COLOURS[5], MARKERS[1], "naive"),
-    "cached": (COLOURS[0], MARKERS[0], "cached"),
-    "prefill": (COLOURS[2], MARKERS[2], "prefill"),
+    "naive": (COLOURS[5], MARKERS[1], "-."),
+    "cached": (COLOURS[0], MARKERS[0], LINES[0]),
+    "prefill": (COLOURS[2], MARKERS[2], LINES[2]),
 }
 
 
@@ -27,7 +27,7 @@ def draw(rows: list[Row], ax: Axes, *, bandwidth: float, matrix_rate: float) -> 
         color=INK,
         linewidth=1.2,
     )
-    ax.axvline(ridge, color=INK, linewidth=0.8, linestyle=":")
+    ax.axvline(ridge, color=INK, linewidth=0.8, linestyle=DOTS)
     ax.annotate(
         f"ridge {ridge:.1f}",
         (ridge, 0),
@@ -37,7 +37,7 @@ def draw(rows: list[Row], ax: Axes, *, bandwidth: float, matrix_rate: float) -> 
         fontsize=7,
         color=INK,
     )
-    for phase, (colour, marker, name) in LOOK.items():
+    for phase, (colour, marker, _) in LOOK.items():
         mine = [row for row in rows if row["phase"] == phase]
         if mine:
             ax.plot(
@@ -47,10 +47,10 @@ def draw(rows: list[Row], ax: Axes, *, bandwidth: float, matrix_rate: float) -> 
                 marker=marker,
                 markersize=5,
                 linestyle="none",
-                label=name,
+                label=phase,
             )
     ax.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/B)", ylabel="GFLOP/s", xlim=(left, right))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:,g}")
-    ax.legend(loc="lower right")
+    legend_above(ax, ncols=3, narrow=3)
     return ax

@@ -7,8 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kvprobe.plots.style import COLOURS, HEAT, INK, TWO_COLUMNS, styled
+from kvprobe.plots.style import COLOURS, HEAT, INK, TWO_COLUMNS, legend_above, panels, styled, titled
 from kvprobe.results import Row
+
+# beyond so many cells a vector file holds the map as one bitmap: a path a cell would be megabytes
+VECTOR_CELLS = 2000
 
 
 def draw_layers(rows: list[Row], ax: Axes) -> Axes:
@@ -21,7 +24,7 @@ def draw_layers(rows: list[Row], ax: Axes) -> Axes:
     )
     ax.set(xlabel="layer", ylabel="mean attention weight", ylim=(0, 1), xlim=(min(layers) - 0.6, max(layers) + 0.6))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend(handles=[bars, line], loc="upper left", ncols=2)
+    legend_above(ax, handles=[bars, line])
     return ax
 
 
@@ -40,22 +43,21 @@ def draw_heads(rows: list[Row], ax: Axes) -> Axes:
         xticklabels=max(1, -(-len(heads) // 16)),
         yticklabels=[str(layer) if i % every == 0 else "" for i, layer in enumerate(layers)],
         cbar_kws={"label": "attention on token 0"},
+        rasterized=len(layers) * len(heads) > VECTOR_CELLS,
     )
+    bar = ax.collections[0].colorbar
+    assert bar is not None
+    bar.ax.tick_params(color=INK)
     ax.tick_params(left=False, bottom=False, labelrotation=0)
     ax.set(xlabel="head", ylabel="layer")
     return ax
 
 
-def figure(rows: list[Row], run: dict[str, Any]) -> Figure:
-    """Both panels side by side, sized for two columns of a paper."""
+def figure(rows: list[Row], run: dict[str, Any], *, width: float = TWO_COLUMNS, title: bool = True) -> Figure:
+    """Both panels: beside each other in two columns, stacked in one."""
     with styled():
-        fig = Figure(figsize=(TWO_COLUMNS, 3.0), layout="constrained")
-        left, right = fig.subplots(1, 2, width_ratios=(3, 2))
-        draw_layers(rows, left)
-        draw_heads(rows, right)
-        fig.suptitle(
-            f"{run['model']}: queries {run['queries_from']:,} to {run['n_tokens'] - 1:,} of {run['passage']}",
-            fontsize=9,
-            color=INK,
-        )
-    return fig
+        fig, (first, second) = panels(width, 2.9, 2, ratios=(3, 2))
+        draw_layers(rows, first)
+        draw_heads(rows, second)
+        queries = f"queries {run['queries_from']:,} to {run['n_tokens'] - 1:,} of {run['passage']}"
+        return titled(fig, f"{run['model']}: {queries}") if title else fig

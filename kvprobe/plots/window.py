@@ -5,64 +5,63 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvprobe.plots.style import COLOURS, INK, MARKERS, styled
+from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
 from kvprobe.results import Row
+
+CHOICES = {"first": "the first tokens", "bos": "BOS", "random": "tokens at random", "heaviest": "the heaviest keys"}
 
 
 def draw(rows: list[Row], ax: Axes) -> Axes:
-    """Points with 95 % intervals: windows across and a colour per number of sinks, or sinks across for one window.
+    """Points with 95 % intervals: windows across and a line per number of sinks, or sinks across for one window.
 
-    Rows need ``window``, ``n_sink``, ``delta``, ``delta_low``, ``delta_high``; the full pass is the line at zero,
-    dotted where it stands without its learned sink logits.
+    Rows need ``window``, ``n_sink``, ``delta``, ``delta_low``, ``delta_high``; with several ``sink_choice`` a line
+    each, all from the row without sinks. The full pass is the line at zero, and a second where it stands without its
+    learned sink logits.
     """
     cells = [row for row in rows if row["window"] is not None]
     several = len({row["window"] for row in cells}) > 1
     across, series = ("window", "n_sink") if several else ("n_sink", "window")
     ticks = sorted({row[across] for row in cells})
-    groups = sorted({row[series] for row in cells})
-    ax.axhline(0, color=INK, linewidth=1, linestyle="--", label="full context")
+    choices: list[Any] = list(dict.fromkeys(row.get("sink_choice") for row in cells if row["n_sink"])) or [None]
+    groups = [(group, choice) for group in sorted({row[series] for row in cells}) for choice in choices]
+    if several:
+        # no sinks are no choice of them
+        groups = [(group, choice) for group, choice in groups if group or choice == choices[0]]
+    ax.axhline(0, color=INK, linewidth=1, linestyle=DOTS, label="full context")
     for row in rows:
         if row["window"] is None and row.get("sink_logits_dropped"):
-            ax.axhline(row["delta"], color=INK, linewidth=1, linestyle=":", label="full context, sink logits dropped")
-    for i, group in enumerate(groups):
-        mine = sorted((row for row in cells if row[series] == group), key=lambda row: row[across])
+            ax.axhline(row["delta"], color=INK, linewidth=1, linestyle="-.", label="full context, sink logits dropped")
+    for i, (group, choice) in enumerate(groups):
+        mine = sorted(
+            (row for row in cells if row[series] == group and (not row["n_sink"] or row.get("sink_choice") == choice)),
+            key=lambda row: row[across],
+        )
         # side by side, so that intervals do not cover each other
         places = [ticks.index(row[across]) + 0.12 * (i - (len(groups) - 1) / 2) for row in mine]
         below = [row["delta"] - row["delta_low"] for row in mine]
         above = [row["delta_high"] - row["delta"] for row in mine]
+        name = _sinks(group) if several else CHOICES[choice] if len(choices) > 1 else f"window {group:,}"
+        name += f", {CHOICES[choice]}" if several and group and len(choices) > 1 else ""
         ax.errorbar(
-            places,
-            [row["delta"] for row in mine],
-            yerr=[below, above],
-            color=COLOURS[i % len(COLOURS)],
-            marker=MARKERS[i % len(MARKERS)],
-            markersize=5,
-            linewidth=1.2,
-            capsize=3,
-            label=_sinks(group) if several else f"window {group:,}",
+            places, [row["delta"] for row in mine], yerr=[below, above], **look(i), capsize=3, elinewidth=1, label=name
         )
     ax.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     ax.set(
-        xlabel="window (tokens)" if several else "sinks (tokens beside the window)",
-        ylabel="loss beyond full context (nat per token)",
+        xlabel="window (tokens)" if several else f"sinks beside a window of {cells[0]['window']:,} tokens",
+        ylabel="loss beyond full context\n(nat per token, 95 % intervals)",
         xlim=(-0.5, len(ticks) - 0.5),
     )
-    ax.legend(loc="best")
+    legend_above(ax)
     return ax
 
 
-def figure(rows: list[Row], run: dict[str, Any]) -> Figure:
+def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: bool = True) -> Figure:
     """One panel, as wide as it needs to be readable beside text."""
     with styled():
-        fig = Figure(figsize=(5.0, 3.2), layout="constrained")
-        draw(rows, fig.subplots())
-        fig.suptitle(
-            f"{run['model']}: {run['positions']} positions, targets {run['score_from'] + 1:,} to "
-            f"{run['n_tokens'] - 1:,} of {run['passage']}",
-            fontsize=9,
-            color=INK,
-        )
-    return fig
+        fig, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 3.0)
+        draw(rows, ax)
+        targets = f"targets {run['score_from'] + 1:,} to {run['n_tokens'] - 1:,} of {run['passage']}"
+        return titled(fig, f"{run['model']}: {run['positions']} positions, {targets}") if title else fig
 
 
 def _sinks(number: int) -> str:

@@ -1,0 +1,22 @@
+"""What does a small rank cost in loss, from which basis? From results/lowrank.json: all passages together.
+
+python -m figures.lowrank --results results --out figures/drawn
+"""
+
+from matplotlib.figure import Figure
+
+from figures._paper import Picture
+from kvprobe.plots import lowrank
+from kvprobe.results import Result
+
+
+def draw(result: Result, width: float) -> Figure:
+    """A line a basis with 95 % intervals."""
+    pooled = [row for row in result.rows if row.get("passage") == "all"]
+    return lowrank.figure(pooled or result.rows, result.run, width=width, title=False)
+
+
+PICTURE = Picture("lowrank", draw, needs="lowrank", arguments="MODEL --text bundled")
+
+if __name__ == "__main__":
+    PICTURE.main()

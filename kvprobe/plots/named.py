@@ -1,0 +1,83 @@
+"""Which picture belongs to which analysis? One function of a result for each name."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvprobe.results import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def figure_of(result: Result) -> "Figure":
+    """The picture that the command of ``result`` draws; ValueError for an analysis that has none."""
+    if result.analysis not in FIGURES:
+        known = ", ".join(FIGURES)
+        raise ValueError(f"no picture belongs to the analysis {result.analysis!r}: there are pictures of {known}")
+    return FIGURES[result.analysis](result)
+
+
+def _sinks(result: Result) -> "Figure":
+    from kvprobe.plots import sinks
+
+    if "head_mass" not in result.rows[0]:
+        raise ValueError("a row a head is no picture by layer: plot the result with a row a layer")
+    return sinks.figure(result.rows, result.run)
+
+
+def _lowrank(result: Result) -> "Figure":
+    from kvprobe.plots import lowrank
+
+    draw = lowrank.spectrum_figure if result.run.get("spectrum") else lowrank.figure
+    return draw(result.rows, result.run)
+
+
+def _window(result: Result) -> "Figure":
+    from kvprobe.plots import window
+
+    if result.run.get("stream"):
+        raise ValueError("a streamed window has no picture: there is no untouched pass to compare with")
+    return window.figure(result.rows, result.run)
+
+
+def _cache(result: Result) -> "Figure":
+    from kvprobe.plots import cache
+
+    longest = max(row["context"] for row in result.rows)
+    return cache.figure(result.rows, [row for row in result.rows if row["context"] == longest], result.run)
+
+
+def _memory(result: Result) -> "Figure":
+    from kvprobe.plots import memory
+
+    return memory.figure(result.rows, result.run)
+
+
+def _latency(result: Result) -> "Figure":
+    from kvprobe.plots import latency
+
+    return latency.figure(result.rows, result.run)
+
+
+def _gqa(result: Result) -> "Figure":
+    from kvprobe.plots import gqa
+
+    return gqa.figure(result.rows, result.run)
+
+
+def _relief(result: Result) -> "Figure":
+    from kvprobe.plots import relief
+
+    return relief.figure(result.rows, result.run)
+
+
+FIGURES: dict[str, Callable[[Result], "Figure"]] = {
+    "sinks": _sinks,
+    "lowrank": _lowrank,
+    "window": _window,
+    "cache": _cache,
+    "memory": _memory,
+    "latency": _latency,
+    "gqa": _gqa,
+    "relief_map": _relief,
+}

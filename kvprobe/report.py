@@ -1,0 +1,318 @@
+"""What is to be said of one model? Its shape, bill, sinks, window, rank and speed, on a page that needs no other file.
+
+The model is loaded once. A section that the family refuses says why, and the others go on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvprobe import __version__
+from kvprobe.bill import DTYPE_BYTES, Amount
+from kvprobe.errors import KvprobeError
+from kvprobe.page import Column, Section, document, plain
+from kvprobe.passages import Bos
+from kvprobe.progress import Progress, silent
+from kvprobe.results import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvprobe.subject import Subject
+
+DEFAULT_TOKENS = 1024
+# of the passage: windows, and of the width: ranks, and of the passage again: contexts that are timed
+WINDOW_PARTS = (16, 8, 4, 2)
+RANK_PARTS = (8, 4, 2)
+CONTEXT_PARTS = (8, 2, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a page measures: the passage, and how long each row of the speed section may take."""
+
+    text: str = "bundled"
+    tokens: int | None = None
+    bos: Bos = "auto"
+    dtype: str = "float32"
+    device: str = "auto"
+    seed: int = 0
+    seconds: float = 1.0
+
+
+def write(model: str, out: str | Path, plan: Plan | None = None, *, progress: Progress = silent) -> list[str]:
+    """Write the page on ``model`` to ``out``, whole or not at all; returns the headings of the sections refused.
+
+    ``tokens`` None are 1,024, or all positions of a model that has fewer. Raises KvprobeError for a model or text that
+    cannot be had, before anything is measured: then, as after a kill or on a full disk, ``out`` is as it was.
+    """
+    sections = measure(model, plan or Plan(), progress=progress)
+    shape = sections[0]
+    title = f"kvprobe report: {shape.record['model']}"
+    lead = (
+        f"Where its attention goes, how small its KV cache could be, and what that would cost in loss. Made by kvprobe "
+        f"{__version__} on {shape.record['cpu']}, {shape.record['date'].replace('T', ' ').replace('+00:00', ' UTC')}."
+    )
+    progress("writing the page", 0, None)
+    write_whole(out, document(title, lead, sections))
+    return [section.heading for section in sections if section.refused is not None]
+
+
+def measure(model: str, plan: Plan, *, progress: Progress = silent) -> list[Section]:
+    """All sections of the page, in order. Raises as :func:`write`."""
+    from kvprobe import models
+    from kvprobe.subject import prepare
+
+    tokens = plan.tokens
+    if tokens is None:
+        limit = models.load_spec(model, progress=progress).max_positions
+        tokens = DEFAULT_TOKENS if limit is None else min(DEFAULT_TOKENS, limit)
+    subject = prepare(
+        model, text=plan.text, tokens=tokens, bos=plan.bos, dtype=plan.dtype, device=plan.device, progress=progress
+    )
+    sections = []
+    for done, (anchor, heading, section) in enumerate(SECTIONS):
+        progress("report", done, len(SECTIONS), "sections")
+        found = _or_why(section, subject, plan, progress)
+        sections.append(Section(anchor=anchor, heading=heading, **found))
+    progress("report", len(SECTIONS), len(SECTIONS), "sections")
+    return sections
+
+
+def _or_why(section: "Measured", subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+    """What the section found, or the reason why it found nothing."""
+    try:
+        return section(subject, plan, progress)
+    except (KvprobeError, ValueError, MemoryError) as error:
+        return {"refused": str(error) or type(error).__name__}
+    except RuntimeError as error:
+        # torch has no type of its own for a processor's memory
+        if "memory" not in str(error):
+            raise
+        return {"refused": f"out of memory: {str(error).splitlines()[0]}"}
+
+
+def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+    from kvprobe.bill import describe
+    from kvprobe.results import run_record
+
+    spec, loaded = subject.loaded.spec, subject.loaded
+    count = None if spec.n_parameters is None else f"{spec.n_parameters:,}"
+    weights = None if spec.n_parameters is None else str(Amount(spec.n_parameters * DTYPE_BYTES[plan.dtype]))
+    entries = {
+        "family": spec.family,
+        "parameters": count,
+        f"weights in {plan.dtype}": weights,
+        "layers": spec.n_layers,
+        "query heads": spec.n_heads,
+        "KV heads": spec.n_kv_heads,
+        "width of a head (query or key, value)": f"{spec.head_dim}, {spec.v_head_dim}",
+        "hidden width": spec.hidden_size,
+        "vocabulary": spec.vocab_size,
+        "positions": spec.max_positions,
+        "position encoding": spec.position + (f", θ = {spec.rope_theta:,g}" if spec.rope_theta else ""),
+    }
+    passage = subject.passage
+    bos = "with BOS" if passage.n_front else "no BOS"
+    return {
+        "sentences": [
+            f"{loaded.name} keeps {describe(spec)}.",
+            f"Everything below that reads text read {passage.n_tokens:,} tokens of {passage.name} ({bos}).",
+        ],
+        "columns": [Column("property", "property"), Column("value", "value")],
+        # one kind a column: these values are words and numbers
+        "rows": [{"property": name, "value": plain(value)} for name, value in entries.items()],
+        "record": run_record(subject.record(), seed=plan.seed),
+    }
+
+
+def _bill(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+    from kvprobe.experiments import cache
+    from kvprobe.plots.cache import figure
+
+    loaded = subject.loaded
+    about = {"model": loaded.name, "revision": loaded.revision, "source": loaded.source}
+    result = cache.run(loaded.spec, about=about, dtype=loaded.dtype)
+    longest = max(result.run["contexts"])
+    rows = [row for row in result.rows if row["context"] == longest]
+    growth = cache.growth(loaded.spec, result)
+    return {
+        "sentences": [
+            f"{cache.sentence(result)}.",
+            "A bill is arithmetic on the model's shape: what a lever costs in loss stands in the sections below, for "
+            "those that are measured there.",
+        ],
+        "pictures": _both(lambda width: figure(growth, rows, result.run, width=width, title=False)),
+        "caption": f"The cache by context, and what each lever leaves of it at {longest:,} tokens.",
+        "columns": [
+            Column("lever", "lever"),
+            Column("bytes", f"cache of {longest:,} tokens", _amount),
+            Column("bytes_per_token", "one more token", _amount),
+            Column("relief", "times smaller", lambda value: f"{value:,.2f}"),
+            Column("outweighs_at", "larger than the weights from"),
+            Column("stops_at", "stops growing at"),
+        ],
+        "rows": rows,
+        "record": result.run,
+    }
+
+
+def _sinks(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+    from kvprobe.experiments import sinks
+    from kvprobe.plots.sinks import figure
+
+    queries_from = min(64, subject.passage.n_tokens // 2)
+    result = sinks.run(subject, queries_from=queries_from, seed=plan.seed, progress=progress)
+    columns = [
+        Column("layer", "layer"),
+        Column("mass", "mass on token 0", _three),
+        Column("uniform", "if spread evenly", _three),
+        Column("sink_rate", f"heads above {result.run['epsilon']:g}", _percent),
+        Column("top_position", "heaviest position"),
+        Column("top_token", "its token"),
+        Column("top_mass", "its mass", _three),
+        Column("window", "own window"),
+    ]
+    # a column of dashes says nothing
+    columns = [column for column in columns if any(row[column.field] is not None for row in result.rows)]
+    foot = dict.fromkeys(result.rows[0]) | {"layer": "all", **{k: result.run[k] for k in ("mass", "sink_rate")}}
+    return {
+        "sentences": [f"{sinks.sentence(result)}."],
+        "pictures": _both(lambda width: figure(result.rows, result.run, width=width, title=False)),
+        "caption": "Attention on token 0 by layer, beside what it would be if spread evenly, and by layer and head.",
+        "columns": columns,
+        "rows": result.rows,
+        "foot": foot,
+        "record": result.run,
+    }
+
+
+def _window(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+    from kvprobe.experiments import window
+    from kvprobe.plots.window import figure
+
+    windows = [max(1, subject.passage.n_tokens // part) for part in WINDOW_PARTS]
+    result = window.run(subject, windows=[*dict.fromkeys(windows)], seed=plan.seed, progress=progress)
+    return {
+        "sentences": [f"{window.sentence(result)}."],
+        "pictures": _both(lambda width: figure(result.rows, result.run, width=width, title=False), wide=5.5),
+        "caption": "Loss beyond full context by window and sinks. A window counts the query; sinks are in addition.",
+        "columns": [
+            Column("window", "window"),
+            Column("n_sink", "sinks"),
+            *_losses(),
+            Column("cache_tokens", "tokens in the cache"),
+        ],
+        "rows": result.rows,
+        "record": result.run,
+    }
+
+
+def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+    from kvprobe.experiments import lowrank
+    from kvprobe.plots.lowrank import figure
+
+    results = [lowrank.run(subject, seed=plan.seed, progress=progress)]
+    notes = []
+    try:
+        ranks = results[0].run["ranks"]
+        results.append(lowrank.run(subject, ranks=ranks, basis="heldout", seed=plan.seed, progress=progress))
+    except KvprobeError as error:
+        notes.append(f"Not measured with a basis of other text: {error}.")
+    rows = [row for result in results for row in result.rows]
+    return {
+        "sentences": [*(f"{lowrank.sentence(result)}." for result in results), *notes],
+        "pictures": _both(lambda width: figure(rows, results[0].run, width=width, title=False), wide=5.5),
+        "caption": "Loss with keys and values cut to a rank in every layer at once, from each basis.",
+        "columns": [
+            Column("basis", "basis"),
+            Column("rank", "rank"),
+            *_losses(),
+            Column("energy", "energy kept", _percent),
+            Column("latent_bytes", "latent", _amount),
+            Column("basis_bytes", "its basis", _amount),
+        ],
+        "rows": [row for result in results for row in result.rows if result is results[0] or row["rank"] is not None],
+        "record": results[-1].run | {"basis": [result.run["basis"] for result in results]},
+    }
+
+
+def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+    from kvprobe.experiments import latency
+    from kvprobe.plots.latency import figure
+
+    contexts = [*dict.fromkeys(max(2, subject.passage.n_tokens // part) for part in CONTEXT_PARTS)]
+    settings: dict[str, Any] = {"contexts": contexts, "seconds": plan.seconds, "seed": plan.seed}
+    result = latency.run(subject.loaded, **settings, progress=progress)
+    run = result.run
+    return {
+        "sentences": [
+            f"{latency.sentence(result)}.",
+            f"Measured just before and after: the machine reads {run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and "
+            f"multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s.",
+        ],
+        "pictures": _both(lambda width: figure(result.rows, run, width=width, title=False)),
+        "caption": "Milliseconds a token by context, with a cache and without, and both under the machine's own roof.",
+        "columns": [
+            Column("phase", "phase"),
+            Column("context", "context"),
+            Column("ms_median", "ms, median", _one),
+            Column("ms_low", "lower quartile", _one),
+            Column("ms_high", "upper quartile", _one),
+            Column("tokens_per_s", "tokens/s", _one),
+            Column("intensity", "FLOP/B", _one),
+            Column("bound", "bound by"),
+            Column("fraction_of_ceiling", "of what that allows", lambda value: f"{value:.0%}"),
+        ],
+        "rows": result.rows,
+        "record": run,
+    }
+
+
+Measured = Callable[["Subject", Plan, Progress], dict[str, Any]]
+SECTIONS: Sequence[tuple[str, str, Measured]] = (
+    ("model", "What the model is", _shape),
+    ("bill", "What its cache costs", _bill),
+    ("sinks", "Its attention sinks", _sinks),
+    ("window", "How small a window it bears", _window),
+    ("rank", "How small a rank it bears", _rank),
+    ("speed", "Its speed on this machine", _speed),
+)
+
+
+def _both(draw: Callable[[float], "Figure"], wide: float | None = None) -> tuple["Figure", "Figure"]:
+    """The same figure for a wide and for a narrow page."""
+    from kvprobe.plots.style import ONE_COLUMN, TWO_COLUMNS
+
+    return draw(wide or TWO_COLUMNS), draw(ONE_COLUMN)
+
+
+def _losses() -> list[Column]:
+    return [
+        Column("loss", "loss", _three),
+        Column("perplexity", "perplexity", lambda value: f"{value:,.1f}"),
+        Column("delta", "beyond full", _signed),
+        Column("delta_low", "95 % from", _signed),
+        Column("delta_high", "to", _signed),
+    ]
+
+
+def _three(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
+
+
+def _one(value: float) -> str:
+    return f"{value:,.1f}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _amount(value: int) -> str:
+    return str(Amount(value))
