@@ -77,7 +77,9 @@ class Picture:
             found = self.read(results)
         except KvprobeError:
             return True
-        return "MODEL" in self.arguments and found.run.get("model") != Path(model).name
+        # a hub id is the whole name, a directory or a file its last part without an ending
+        names = {model, Path(model).name, Path(model).stem}
+        return "MODEL" in self.arguments and found.run.get("model") not in names
 
     def analysis(self, model: str) -> str:
         """What to give to ``python -m``, quoted for a shell, to make the result for ``model``."""

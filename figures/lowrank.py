@@ -7,13 +7,13 @@ from matplotlib.figure import Figure
 
 from figures._paper import Picture
 from kvprobe.plots import lowrank
+from kvprobe.plots.named import pooled
 from kvprobe.results import Result
 
 
 def draw(result: Result, width: float) -> Figure:
     """A line a basis with 95 % intervals."""
-    pooled = [row for row in result.rows if row.get("passage") == "all"]
-    return lowrank.figure(pooled or result.rows, result.run, width=width, title=False)
+    return lowrank.figure(pooled(result.rows), result.run, width=width, title=False)
 
 
 PICTURE = Picture("lowrank", draw, needs="lowrank", arguments="MODEL --text bundled")

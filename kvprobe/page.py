@@ -1,7 +1,7 @@
 """How does a report become one file that needs no other? HTML with its style, tables and pictures inside, all escaped.
 
-Nothing here knows a model: sections come in as words, rows and figures. A page runs no script and fetches nothing; its
-own policy forbids both, so that even text which got past the escaping could not.
+Nothing here knows a model: sections come in as words, rows and figures. A page runs no script and fetches nothing, and
+its own policy forbids both as well.
 """
 
 import base64
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # what the ink of a picture becomes on a dark page
 DARK_INK = "#d4d7db"
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def plain(value: Any) -> str:

@@ -88,7 +88,7 @@ def _or_why(section: "Measured", subject: "Subject", plan: Plan, progress: Progr
         return {"refused": str(error) or type(error).__name__}
     except RuntimeError as error:
         # torch has no type of its own for a processor's memory
-        if "memory" not in str(error):
+        if "allocate memory" not in str(error) and "out of memory" not in str(error).lower():
             raise
         return {"refused": f"out of memory: {str(error).splitlines()[0]}"}
 
@@ -234,7 +234,9 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
             Column("basis_bytes", "its basis", _amount),
         ],
         "rows": [row for result in results for row in result.rows if result is results[0] or row["rank"] is not None],
-        "record": results[-1].run | {"basis": [result.run["basis"] for result in results]},
+        "record": results[-1].run
+        | {"basis": [result.run["basis"] for result in results]}
+        | {"wall_s": round(sum(result.run["wall_s"] for result in results), 3)},
     }
 
 

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvprobe import __version__
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -153,5 +155,6 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
+            # a source tree on the path has a version as well
+            found[package] = __version__ if package == "kvprobe" else "not installed"
     return found

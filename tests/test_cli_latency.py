@@ -144,7 +144,7 @@ def test_the_table_and_the_picture(run, tiny_llama, tmp_path):
     assert "attention's own intensity is 1 FLOP/B at every length" in done.stdout
     assert "arithmetic binds decode from: 8 tokens: " in done.stdout
     svg = (tmp_path / "l.svg").read_text()
-    assert all(text in svg for text in ("ms a token", "batch (rows decoded at once)", "arithmetic intensity"))
+    assert all(text in svg for text in ("ms a step", "batch (rows decoded at once)", "arithmetic intensity"))
 
 
 def row(phase, context, ms, batch=1, **more):

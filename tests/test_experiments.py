@@ -177,11 +177,15 @@ def test_what_has_few_enough_values_is_stored_exactly():
 def test_what_comes_back_is_the_nearest_step():
     x = torch.tensor([[0.0, 1.0, 1.4, 1.6, 3.0]])
     assert stored(x, 2).tolist() == [[0, 1, 1, 2, 3]]
-    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
-    step = (x.amax(-1) - x.amin(-1))[:, None]
-    for bits in (8, 4, 2):
-        # half a step, and what float16 rounds of the step and of the least value
-        assert bool(((stored(x, bits) - x).abs() <= step / (2**bits - 1) / 2 + 4e-3).all())
+    for spread in (1.0, 1e-3):
+        x = spread * torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        for bits in (8, 4, 2):
+            step = (high - low) / (2**bits - 1)
+            # half a step, and what float16 rounds of the least value and, over all steps, of the step: 2^-11 of each,
+            # or half of its smallest number
+            rounding = (low.abs() + (high - low)) / 2**11 + 2**bits * 2.0**-25
+            assert bool(((stored(x, bits) - x).abs() <= step / 2 + rounding).all())
 
 
 def test_many_bits_change_no_loss_and_few_do(subject):
@@ -222,14 +226,19 @@ def test_relief_by_hand(subject):
 
 
 def test_the_front_is_what_nothing_beats():
-    def row(n_bytes, loss):
-        return {"bytes": n_bytes, "loss": loss}
+    def row(n_bytes, loss, basis=None):
+        return {"bytes": n_bytes, "loss": loss, "basis": basis}
 
     rows = [row(100, 3.0), row(50, 3.1), row(60, 3.1), row(20, 4.0), row(20, 4.5), row(100, 3.0), row(10, 4.0)]
     found = relief._finished(rows, 10)
     # two that are the same do not beat each other
     assert [each["on_front"] for each in found] == [True, True, False, False, False, True, True]
     assert [each["relief"] for each in found][:2] == [1, 2]
+    # what saw the scored tokens is on no front and keeps nothing off it
+    found = relief._finished([*rows, row(5, 2.0, "oracle"), row(5, 2.0, "heldout")], 10)
+    assert [each["on_front"] for each in found] == [False] * 8 + [True]
+    found = relief._finished([*rows, row(5, 2.0, "oracle")], 10)
+    assert [each["on_front"] for each in found] == [True, True, False, False, False, True, True, False]
 
 
 def test_local_layers_hold_latents_of_their_window_alone(gpt2_tokenizer_files, tmp_path):

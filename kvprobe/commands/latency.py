@@ -135,7 +135,7 @@ def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
             f"{best['batch']:,}; attention's own intensity is {best['attention_intensity']:g} FLOP/B at every length"
         )
     binds = ", ".join(
-        f"{context:,} tokens: "
+        f"{int(context):,} tokens: "
         + ("never, the cache keeps bandwidth the limit" if batch is None else f"batch {batch:,}")
         for context, batch in run["arithmetic_binds_at_batch"].items()
     )

@@ -104,6 +104,8 @@ def sentence(result: Result) -> str:
     said += f", and one more token {Amount(row['bytes_per_token'])}" if row["bytes_per_token"] else ""
     if row["outweighs_at"] is not None:
         said += f"; from {row['outweighs_at']:,} tokens on it is larger than the weights"
+        limit = run["max_positions"]
+        said += f" (beyond its {limit:,} positions)" if limit is not None and row["outweighs_at"] > limit else ""
     return said
 
 

@@ -13,7 +13,7 @@ from kvprobe.corpus import Corpus
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments.words import interval_of, passage_of
+from kvprobe.experiments.words import interval_of, passage_of, training_of
 from kvprobe.models import DTYPES
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
@@ -40,7 +40,7 @@ class Protocol:
 
 
 QUICK = Protocol(
-    words="not the published protocol: a smaller model, 60 steps of 16 windows, 300 windows to validate on",
+    words="not the published protocol: a smaller model, fewer windows a step and to validate on",
     n_layers=4,
     width=128,
     n_valid=300,
@@ -67,6 +67,8 @@ def cells(
         raise ValueError("a grid needs at least one number of KV heads and one seed")
     if twice := [n for n in kv_heads if list(kv_heads).count(n) > 1]:
         raise ValueError(f"{twice[0]} KV heads are asked for twice")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"every seed counts once, got {[*seeds]}")
     if uptrain is not None and not 0 < uptrain <= 1:
         raise ValueError(f"uptrain must be a fraction of the steps, above 0 and at most 1, got {uptrain}")
     found = []
@@ -193,7 +195,11 @@ def pool(
         raise KvprobeError(f"{subject.loaded.name} has one KV head for all its query heads: nothing is left to pool")
     score_from = passage.n_tokens // 2 if score_from is None else score_from
     check_score_from(passage.n_tokens, score_from)
-    rungs = sorted(set(kv_heads) - {has}, reverse=True) or [n for n in range(has - 1, 0, -1) if has % n == 0]
+    divisors = [n for n in range(1, has + 1) if has % n == 0]
+    rungs = sorted({*(kv_heads or divisors)} - {has}, reverse=True)
+    if bad := [n for n in rungs if n not in divisors]:
+        can = ", ".join(map(str, divisors))
+        raise ValueError(f"{has} key/value heads cannot be pooled to {bad[0]} evenly: it can be {can}")
     size = DTYPES[subject.loaded.dtype]
     rows: list[Row] = []
     reference = _losses(decoder, subject.input_ids, score_from)
@@ -241,7 +247,7 @@ def sentences(result: Result) -> list[str]:
                 f"{row['best_val_loss']:.3f}, {_between(row['delta'], row['delta_low'], row['delta_high'], 95)}"
             )
         return said
-    said = [f"{run['corpus']}, {run['steps']:,} steps, {run['protocol']}"]
+    said = [training_of(run)]
     for row in run["summary"]:
         seeds = f"{row['n_seeds']} seed{'s' if row['n_seeds'] > 1 else ''}"
         within = "no interval" if row["low"] is None else f"95 % interval {row['low']:.3f} to {row['high']:.3f}"

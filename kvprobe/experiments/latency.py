@@ -65,7 +65,7 @@ def run(
         prompt_tokens=n_prompt,
         new_tokens=n_new,
         naive_samples=naive_samples,
-        arithmetic_binds_at_batch={context: ceilings.binding_batch(shape, context) for context in contexts},
+        arithmetic_binds_at_batch={str(context): ceilings.binding_batch(shape, context) for context in contexts},
         seed=seed,
         wall_s=round(time.perf_counter() - started, 3),
     )

@@ -45,8 +45,8 @@ def _stored(x: Tensor, n_steps: int) -> Tensor:
     low, high = x.float().aminmax(dim=-1, keepdim=True)
     # rounded before the codes are made, so that those answer to what will be read
     zero, scale = low.half().float(), ((high - low) / n_steps).half().float()
-    # a group of equal values has no step: its zero point says all
-    codes = ((x.float() - zero) / scale.clamp(min=torch.finfo(torch.float16).tiny)).round().clamp(0, n_steps)
+    # a group of equal values has no step: its zero point says all. Small steps are float16's subnormals, and are kept
+    codes = ((x.float() - zero) / torch.where(scale > 0, scale, 1.0)).round().clamp(0, n_steps)
     return (codes * scale + zero).to(x.dtype)
 
 

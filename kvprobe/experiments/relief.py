@@ -42,7 +42,8 @@ def run(
     ``kind`` is the factor that is attacked, as in :mod:`kvprobe.relief`: ``window`` (last tokens and ``n_sink`` sinks,
     absolute positions), ``latent`` (joint keys and values cut to a rank; its bytes count the basis), ``bits`` (stored
     with a 16-bit scale and zero point for every 64 elements). ``bytes_per_token`` is the mean over the passage,
-    ``bytes`` over its tokens; ``on_front``: no row has at most its bytes and at most its loss, and one of them less.
+    ``bytes`` over its tokens; ``on_front``: no row has at most its bytes and at most its loss, and one of them less,
+    intervals left aside; rows of an oracle basis, which saw the scored tokens, are on no front and keep none off it.
     ``windows`` default to 1/2, 1/4 and 1/8 of the passage, ``ranks`` to those parts of the width. Raises
     UnsupportedModelError for a model that keeps other things than one K and V a KV head, and as
     :func:`kvprobe.experiments.window.run` and :func:`kvprobe.experiments.lowrank.run` do.
@@ -100,11 +101,11 @@ def sentence(result: Result) -> str:
     free = [row for row in levers if row["delta_low"] <= 0 and row["relief"] > 1]
     said = f"{passage_of(result.run)}: of {len(levers)} levers that never saw the scored tokens "
     if not free:
-        return f"{said}none takes less memory without a rise in loss beyond chance"
+        return f"{said}none takes less memory without a rise in loss that is told apart from zero"
     best = min(free, key=lambda row: row["bytes"])
     return (
-        f"{said}the smallest cache without a rise in loss beyond chance is {best['lever']}, {best['relief']:.1f} times "
-        f"smaller: there the loss {change_of(best)}"
+        f"{said}the smallest cache whose rise in loss is not told apart from zero is {best['lever']}, "
+        f"{best['relief']:.1f} times smaller: there the loss {change_of(best)}"
     )
 
 
@@ -154,11 +155,12 @@ def _finished(rows: Sequence[Row], n_tokens: int) -> list[Row]:
     """The rows with what needs all of them: relief against the first, the Pareto front; bytes a token."""
 
     def beaten(row: Row) -> bool:
-        return any(
+        return row["basis"] == "oracle" or any(
             other["bytes"] <= row["bytes"]
             and other["loss"] <= row["loss"]
             and (other["bytes"] < row["bytes"] or other["loss"] < row["loss"])
             for other in rows
+            if other["basis"] != "oracle"
         )
 
     return [

@@ -12,6 +12,14 @@ def passage_of(run: Mapping[str, Any]) -> str:
     return f"{run['model']}, {run['passage']}, {run['n_tokens']:,} tokens ({bos})"
 
 
+def training_of(run: Mapping[str, Any]) -> str:
+    """What was trained on what, as ``time-machine, 600 steps, the published protocol``."""
+    said = f"{run['corpus']}, {run['steps']:,} steps, {run['protocol']}"
+    if run.get("uptrain") is None:
+        return said
+    return f"{said}; then heads pooled and uptrained for {run['uptrain']:.0%} of the steps, multi-head too"
+
+
 def interval_of(block_length: int) -> str:
     """How the intervals of a result were made (:func:`kvprobe.scoring.paired_interval`)."""
     return f"95 %, paired moving-block bootstrap, blocks of {block_length} tokens, 10,000 resamples"

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from kvprobe.bill import Amount
+from kvprobe.experiments.words import training_of
 from kvprobe.plots.style import COLOURS, INK, look, panels, styled, titled
 from kvprobe.results import Row
 
@@ -70,7 +71,7 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: b
             said = f"{run['model']}, {run['passage']}: KV heads pooled, nothing trained"
         else:
             draw(run["summary"], ax, cells=rows)
-            said = f"{run['corpus']}, {run['steps']:,} steps, {run['protocol']}"
+            said = training_of(run)
         return titled(fig, said) if title else fig
 
 

@@ -41,7 +41,7 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
         if phase == "cached":
             ceilings = [row["ms_ceiling"] for row in mine]
             ax.plot(contexts, ceilings, color=colour, linewidth=1.4, linestyle=DOTS, label="cached, at the ceiling")
-    ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms a token (median, quartiles)")
+    ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms a step (median, quartiles)")
     _ticks(ax, [row["context"] for row in rows])
     # what was measured first
     handles, labels = ax.get_legend_handles_labels()

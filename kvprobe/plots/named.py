@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvprobe.results import Result
+from kvprobe.results import Result, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,8 +28,14 @@ def _sinks(result: Result) -> "Figure":
 def _lowrank(result: Result) -> "Figure":
     from kvprobe.plots import lowrank
 
-    draw = lowrank.spectrum_figure if result.run.get("spectrum") else lowrank.figure
-    return draw(result.rows, result.run)
+    if result.run.get("spectrum"):
+        return lowrank.spectrum_figure(result.rows, result.run)
+    return lowrank.figure(pooled(result.rows), result.run)
+
+
+def pooled(rows: list[Row]) -> list[Row]:
+    """Of rows of several passages those of all passages together; any others as they are."""
+    return [row for row in rows if row.get("passage") == "all"] or rows
 
 
 def _window(result: Result) -> "Figure":
