@@ -130,7 +130,11 @@ class Shelf:
         with self._held(cell) as ours:
             if not ours:
                 return None
-            return self.read(cell) or self._finish(cell, progress)
+            found = self.read(cell) or self._finish(cell, progress)
+            if not cell.is_multi_head or cell.parent is not None:
+                # here, so that one which a kill left beside a finished cell goes too
+                self._snapshot(cell).remove()
+            return found
 
     def weights(self, cell: Cell) -> Decoder:
         """The decoder of a finished multi-head cell. Raises KvprobeError where its weights are not there any more."""

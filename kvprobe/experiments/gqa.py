@@ -251,7 +251,7 @@ def sentences(result: Result) -> list[str]:
     for row in run["summary"]:
         seeds = f"{row['n_seeds']} seed{'s' if row['n_seeds'] > 1 else ''}"
         within = "no interval" if row["low"] is None else f"95 % interval {row['low']:.3f} to {row['high']:.3f}"
-        line = f"{row['n_kv_heads']} KV heads: {row['mean']:.3f} ({within}, {seeds})"
+        line = f"{_heads(row['n_kv_heads'])}: {row['mean']:.3f} ({within}, {seeds})"
         if row["verdict"] is not None:
             change = _between(row["difference"], row["difference_low"], row["difference_high"], 90)
             line += f"; against multi-head {change}: {row['verdict']} at a margin of {run['margin']:g} nat"
@@ -261,6 +261,10 @@ def sentences(result: Result) -> list[str]:
     if run["missing"]:
         said.append(f"not trained yet: {'; '.join(run['missing'])}")
     return said
+
+
+def _heads(number: int) -> str:
+    return f"{number} KV head{'s' if number > 1 else ''}"
 
 
 def _between(mean: float, low: float | None, high: float | None, level: int) -> str:
