@@ -1,10 +1,13 @@
 """The command line: which question does each command ask? Thin: options in, one result out, errors in one line."""
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -160,6 +163,7 @@ def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **m
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0, 1 for what the user can mend, 2 for usage, 130 for Ctrl-C."""
     settle()
+    interrupts = _noted_interrupts()
     try:
         status = cli.main(args=arguments, prog_name="kvprobe", standalone_mode=False)
         sys.stdout.flush()
@@ -174,11 +178,30 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
+        if interrupts:
+            # Ctrl-C inside an import of a library can come out as that library's own error
+            click.echo("kvprobe: interrupted", err=True)
+            sys.exit(130)
         if os.environ.get("KVPROBE_DEBUG"):
             raise
         click.echo(f"kvprobe: {_one_line(error)}", err=True)
         sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _noted_interrupts() -> list[int]:
+    """What fills when Ctrl-C is pressed, which still raises KeyboardInterrupt."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    # only in place of Python's own: a process in the background ignores Ctrl-C, and only the main thread may ask
+    on_main = threading.current_thread() is threading.main_thread()
+    if on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, note)
+    return seen
 
 
 def _one_line(error: Exception) -> str:

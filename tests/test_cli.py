@@ -160,6 +160,27 @@ def test_interrupt_is_130_and_leaves_nothing(gpt2_random, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupt_that_comes_out_as_another_error_is_130_too(tmp_path):
+    # as an import that is interrupted may turn it into an ImportError
+    code = """
+import os, signal
+from kvprobe import cli, models
+def load_spec(*_, **__):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(10**9):
+            pass
+    except KeyboardInterrupt:
+        raise ImportError("a part is missing")
+models.load_spec = load_spec
+signal.signal(signal.SIGINT, signal.default_int_handler)
+cli.main(["cache", "./here"])
+"""
+    (tmp_path / "here").mkdir()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (130, "kvprobe: interrupted\n")
+
+
 def test_a_closed_pipe_is_met_in_silence(gpt2_random):
     shell = f"{sys.executable} -c 'from kvprobe.cli import main; main()' sinks {gpt2_random} --tokens 80 --quiet | true"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
