@@ -25,7 +25,7 @@ from kvprobe.errors import KvprobeError
 from kvprobe.passages import Passage, Text
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
-from kvprobe.scoring import paired_interval, perplexity
+from kvprobe.scoring import default_block_length, paired_interval, perplexity
 from kvprobe.subject import Subject, prepare
 from kvprobe.truncation import BasisKind, Sweep, sweep
 
@@ -85,6 +85,7 @@ def run(
         passages=[{"name": cut.name, "sha256": cut.sha256, "offset": cut.offset} for cut, _ in cuts],
         missing_texts=missing,
         block_length=by_basis["oracle"][0].block_length,
+        block_length_of_all=default_block_length((tokens - 1 - score_from) * len(cuts)),
         answer=answer(pooled),
         seed=seed,
     )

@@ -171,8 +171,6 @@ class Shelf:
         if cell.is_multi_head and cell.parent is None:
             # without the optimizer's moments, which are twice as much
             snapshot.write(asdict(history), weights_of(decoder))
-        else:
-            snapshot.remove()
         # as the next reader has it
         kept: dict[str, Any] = json.loads(text)
         return kept

@@ -12,9 +12,16 @@ from torch import Tensor
 
 from kvprobe.caches import RollingCache
 from kvprobe.errors import KvprobeError
+from kvprobe.snapshot import Kind, Snapshot, fingerprint
 from kvprobe.store import disk_error
 
-FORMAT = 1
+STREAM = Kind(
+    key="kvprobe stream",
+    what="state",
+    run="stream",
+    remedy="give another --state",
+    afresh="give another --state, or --no-resume to start afresh",
+)
 
 
 @dataclass(frozen=True)
@@ -77,10 +84,9 @@ def identity(record: Mapping[str, Any], input_ids: Tensor, settings: Mapping[str
 
 @dataclass(frozen=True)
 class State:
-    """A file from which a killed run goes on: sums and cache in one safetensors file, whole or not there at all.
+    """A file from which a killed stream goes on: sums and cache in one :class:`kvprobe.snapshot.Snapshot`.
 
-    ``identity`` is what the file must have been written for. Raises KvprobeError for a file of another run, naming
-    what differs, for one that is none of ours, and where it cannot be written.
+    ``identity`` is what the file must have been written for. Raises KvprobeError as a snapshot does.
     """
 
     path: Path
@@ -89,8 +95,7 @@ class State:
     @classmethod
     def within(cls, directory: Path, identity: Mapping[str, Any]) -> "State":
         """In the file of ``directory`` that is this identity's own, so that the same run finds it again."""
-        key = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:16]
-        return cls(directory / f"{key}.safetensors", identity)
+        return cls(directory / f"{fingerprint(identity)}.safetensors", identity)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -116,69 +121,34 @@ class State:
 
     def read(self) -> Standing | None:
         """How far the run was; None if there is no file."""
-        if not self.path.exists():
+        found = self._file.standing()
+        if found is None:
             return None
-        standing, there = self._read()
-        here = dict(self.identity)
-        if differing := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
-            what = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in differing)
-            raise KvprobeError(
-                f"the state {self.path.name} belongs to another stream: {what}; give another --state, or --no-resume "
-                "to start afresh"
-            )
-        return standing
+        try:
+            return Standing.of(found)
+        except (KeyError, TypeError):
+            raise self._file.foreign() from None
 
     def restore(self, cache: RollingCache, standing: Standing) -> None:
         """Fill an empty ``cache`` of the same make with what it held."""
-        from safetensors.torch import load_file
-
-        tensors = load_file(self.path)
+        tensors = self._file.tensors()
         for i, buffer in enumerate(cache._buffers()):
             buffer.copy_(tensors[str(i)])
         cache.length, cache._base = standing.length, standing.base
 
     def write(self, standing: Standing, cache: RollingCache | None = None) -> None:
         """Replace what stood there."""
-        from safetensors.torch import save
-
         buffers = [] if cache is None else cache._buffers()
-        about = {"format": FORMAT, "identity": dict(self.identity), "standing": asdict(standing)}
-        tensors = {str(i): buffer.contiguous() for i, buffer in enumerate(buffers)}
-        # JSON writes a float64 so that it reads back as the same bits
-        data = save(tensors, metadata={"kvprobe stream": json.dumps(about, allow_nan=False)})
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._partial.write_bytes(data)
-            self._partial.replace(self.path)
-        except OSError as error:
-            self.clear_partial()
-            raise disk_error(error, self.path) from error
+        self._file.write(asdict(standing), {str(i): buffer for i, buffer in enumerate(buffers)})
 
     def remove(self) -> None:
         """Forget the run, if there was one. A file that is no state is refused, not removed."""
-        if self.path.exists():
-            self._read()
-            self.path.unlink()
-        self.clear_partial()
+        self._file.remove()
 
     def clear_partial(self) -> None:
         """Remove what a kill in the middle of a write left."""
-        with suppress(OSError):
-            self._partial.unlink()
+        self._file.clear_partial()
 
     @property
-    def _partial(self) -> Path:
-        # one name for all writes, so that kills leave no more than one file: a state has one writer, see held()
-        return self.path.with_name(f".{self.path.name}.partial")
-
-    def _read(self) -> tuple[Standing, dict[str, Any]]:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                about = json.loads((file.metadata() or {})["kvprobe stream"])
-            if about["format"] == FORMAT:
-                return Standing.of(about["standing"]), about["identity"]
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError):
-            pass
-        raise KvprobeError(f"{self.path.name} is no state of a stream that this version reads: give another --state")
+    def _file(self) -> Snapshot:
+        return Snapshot(self.path, self.identity, STREAM)

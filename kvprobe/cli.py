@@ -58,36 +58,36 @@ def cli() -> None:
     """
 
 
-def common(command: Command) -> Command:
-    """The options of every command that loads a model and prints a result."""
-    for option in reversed(
-        (
-            click.option("--device", default="auto", show_default=True, help="cpu, cuda, mps, or auto: the best here."),
-            click.option(
-                "--dtype",
-                type=click.Choice(["float32", "bfloat16", "float16"]),
-                default="float32",
-                show_default=True,
-                help="Weights and activations. Published numbers are float32.",
-            ),
-            click.option(
-                "--seed",
-                type=click.IntRange(0, 2**63 - 1),
-                default=0,
-                show_default=True,
-                help="Seed of everything drawn.",
-            ),
-            click.option(
-                "--plot",
-                type=click.Path(dir_okay=False),
-                callback=_checked_plot,
-                help="Draw to FILE: .svg, .png, .pdf.",
-            ),
-            *output_options(),
-        )
-    ):
-        command = option(command)
-    return command
+def with_options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Decorates a command with ``options``, in the order in which ``--help`` lists them."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def model_options() -> tuple[Callable[[Any], Any], ...]:
+    """The options that say how a model is loaded and what is drawn."""
+    return (
+        click.option("--device", default="auto", show_default=True, help="cpu, cuda, mps, or auto: the best here."),
+        click.option(
+            "--dtype",
+            type=click.Choice(["float32", "bfloat16", "float16"]),
+            default="float32",
+            show_default=True,
+            help="Weights and activations. Published numbers are float32.",
+        ),
+        click.option(
+            "--seed",
+            type=click.IntRange(0, 2**63 - 1),
+            default=0,
+            show_default=True,
+            help="Seed of everything drawn.",
+        ),
+    )
 
 
 def output_options() -> tuple[Callable[[Any], Any], ...]:
@@ -107,34 +107,52 @@ def output_options() -> tuple[Callable[[Any], Any], ...]:
             callback=checked_parent,
             help="Write the result to FILE, whole or not at all, instead of standard output.",
         ),
-        click.option("--quiet", is_flag=True, help="No progress and no notices."),
+        quiet_option(),
     )
+
+
+def quiet_option() -> Callable[[Any], Any]:
+    """Silence on standard error."""
+    return click.option("--quiet", is_flag=True, help="No progress and no notices.")
+
+
+def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callable[[Any], Any], ...]:
+    """The options that choose the text; ``tokens`` None is a default that the command finds out, said in ``unless``."""
+    return (
+        click.option(
+            "--text",
+            default="bundled",
+            show_default=True,
+            help="A UTF-8 file, - for standard input, or a name: bundled, time-machine.",
+        ),
+        click.option(
+            "--tokens",
+            type=int,
+            default=tokens,
+            show_default=tokens is not None,
+            help="Length of the passage, BOS included." + (f"  [default: {unless}]" if unless else ""),
+        ),
+        click.option(
+            "--bos",
+            type=click.Choice(["auto", "add", "drop"]),
+            default="auto",
+            show_default=True,
+            help="Begin-of-sequence token: as the tokenizer does by itself, always, or never.",
+        ),
+    )
+
+
+def common(command: Command) -> Command:
+    """The options of every command that loads a model and prints a result."""
+    plot = click.option(
+        "--plot", type=click.Path(dir_okay=False), callback=_checked_plot, help="Draw to FILE: .svg, .png, .pdf."
+    )
+    return with_options(*model_options(), plot, *output_options())(command)
 
 
 def passage_options(command: Command) -> Command:
     """The options that choose the text."""
-    for option in reversed(
-        (
-            click.option(
-                "--text",
-                default="bundled",
-                show_default=True,
-                help="A UTF-8 file, - for standard input, or a name: bundled, time-machine.",
-            ),
-            click.option(
-                "--tokens", type=int, default=1024, show_default=True, help="Length of the passage, BOS included."
-            ),
-            click.option(
-                "--bos",
-                type=click.Choice(["auto", "add", "drop"]),
-                default="auto",
-                show_default=True,
-                help="Begin-of-sequence token: as the tokenizer does by itself, always, or never.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+    return with_options(*text_options())(command)
 
 
 def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "Loaded":

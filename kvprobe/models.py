@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import hub, pull
+from kvprobe.bill import DTYPE_BYTES
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.progress import Progress, silent
 from kvprobe.spec import Spec
@@ -19,8 +20,6 @@ from kvprobe.store import home, read_manifest
 
 if TYPE_CHECKING:
     import torch
-
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,8 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
     UnsupportedModelError for a model of a kind that is refused) when the name means nothing, the checkpoint is not
     whole, or the weights do not fit the free memory.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     found = find(name, progress=progress)
     config = _config(found)
     spec = _spec(found, config)
@@ -83,7 +82,7 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
         _refuse_pickles(found)
     import torch
 
-    place = _device(device)
+    place = device_for(device)
     _refuse_if_too_big(found.name, files, spec, dtype=dtype, device=place)
     progress(f"loading {found.name}", 0, None)
     with quiet():
@@ -292,7 +291,8 @@ def _refuse_broken(name: str, model: Any) -> None:
             raise KvprobeError(f"{name} has weights that are not finite at {dtype}, first {path}: check the checkpoint")
 
 
-def _device(device: str | None) -> "torch.device":
+def device_for(device: str | None) -> "torch.device":
+    """The torch device of that name, for None or ``auto`` the best here; KvprobeError where it cannot be used."""
     import torch
 
     if device in (None, "auto"):
@@ -324,7 +324,7 @@ def weights_bytes(files: list[Path], *, dtype: str) -> int:
                 for size in tensor["shape"]:
                     count *= size
                 elements += count
-    return elements * DTYPES[dtype]
+    return elements * DTYPE_BYTES[dtype]
 
 
 def _refuse_if_too_big(name: str, files: list[Path], spec: Spec, *, dtype: str, device: "torch.device") -> None:
@@ -333,7 +333,7 @@ def _refuse_if_too_big(name: str, files: list[Path], spec: Spec, *, dtype: str, 
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
         raise KvprobeError(f"the safetensors of {name} are damaged: the header cannot be read ({error})") from error
     # transformers would build what the configuration says before it looks at the files
-    held = need // DTYPES[dtype]
+    held = need // DTYPE_BYTES[dtype]
     if spec.n_parameters is not None and spec.n_parameters > 4 * held:
         raise KvprobeError(
             f"config.json of {name} describes {spec.n_parameters:,} parameters and its weights hold {held:,}: "

@@ -5,7 +5,8 @@ from typing import Any
 
 from kvprobe import catalogue, models
 from kvprobe.bench import check_memory
-from kvprobe.models import DTYPES, Loaded
+from kvprobe.bill import DTYPE_BYTES
+from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.spec import Spec
 
@@ -18,14 +19,14 @@ def load_random(
     ``name`` is what :func:`kvprobe.models.load` takes, whose configuration alone is read, or a published shape of the
     catalogue, such as ``gpt-124m``. Raises KvprobeError where the weights would not fit the free memory.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     config, of = _config(name, progress)
     spec = Spec.from_config(config)
-    place = models._device(device)
+    place = models.device_for(device)
     if spec.n_parameters is not None:
         # drawn in memory, then moved
-        need, what = spec.n_parameters * DTYPES[dtype], f"{of['name']} with random weights at {dtype}"
+        need, what = spec.n_parameters * DTYPE_BYTES[dtype], f"{of['name']} with random weights at {dtype}"
         check_memory(what, need, "cpu", relief="a smaller model or --dtype bfloat16")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

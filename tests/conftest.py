@@ -34,6 +34,38 @@ def gpt2_random(gpt2_tokenizer_files, tmp_path_factory):
     return write_gpt2_random(tmp_path_factory.mktemp("models") / "gpt2-random", gpt2_tokenizer_files)
 
 
+@pytest.fixture(scope="session")
+def tiny_llama(gpt2_tokenizer_files, tmp_path_factory):
+    """A directory named tiny-llama: three layers, 2 of 4 heads of 8 for keys and values, random weights."""
+    return write_random(tmp_path_factory.mktemp("models") / "tiny-llama", "llama", gpt2_tokenizer_files)
+
+
+@pytest.fixture
+def main(capfd):
+    """Runs the command line in this process, which has paid for its imports: `.returncode`, `.stdout`, `.stderr`."""
+    from kvprobe import cli
+
+    def once(*arguments):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([*map(str, arguments)])
+        captured = capfd.readouterr()
+        return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err)
+
+    return once
+
+
+def document(done):
+    """The one JSON document that a command printed."""
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def only_document(done):
+    """The same of a command that had nothing else to say."""
+    assert done.stderr == ""
+    return document(done)
+
+
 def write_gpt2_random(directory, tokenizer_files, *, seed=0, **overrides):
     """Writes a GPT-2 model directory: the real tokenizer, random weights, `overrides` of the tiny configuration."""
     from kvprobe.models import quiet

@@ -3,34 +3,24 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 from matplotlib.figure import Figure
 
-from kvprobe import catalogue, cli, hub
+from conftest import only_document
+from kvprobe import catalogue, hub
 from kvprobe.plots import cache as plot
 
 
 @pytest.fixture
-def run(capfd):
-    def once(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["cache", *map(str, arguments)])
-        captured = capfd.readouterr()
-        return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err)
-
-    return once
+def run(main):
+    return partial(main, "cache")
 
 
 @pytest.fixture
 def document(run):
-    def once(*arguments):
-        done = run(*arguments, "--format", "json")
-        assert (done.returncode, done.stderr) == (0, "")
-        return json.loads(done.stdout)
-
-    return once
+    return lambda *arguments: only_document(run(*arguments, "--format", "json"))
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
 """``kvprobe gqa`` as its users meet it, and its picture."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
-from conftest import write_random
-from kvprobe import cli, models
+from conftest import document, write_random
+from kvprobe import models
 from kvprobe.experiments import gqa
 from kvprobe.experiments.gqa import Protocol
 from kvprobe.passages import encode, read_text
@@ -29,17 +28,16 @@ TINY = Protocol(
 
 
 @pytest.fixture
-def run(capfd, monkeypatch, tmp_path):
+def run(main, monkeypatch, tmp_path):
     monkeypatch.setattr(gqa, "QUICK", TINY)
     place = tmp_path / "home"
 
     def once(*arguments, pooled=False):
         if not pooled:
             monkeypatch.setenv("KVPROBE_HOME", str(place))
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["gqa", *map(str, arguments)])
-        captured = capfd.readouterr()
-        return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err, home=place)
+        done = main("gqa", *arguments)
+        done.home = place
+        return done
 
     return once
 
@@ -49,16 +47,6 @@ def corpus(tmp_path):
     path = tmp_path / "times.txt"
     path.write_text(WORDS * 5)
     return path
-
-
-@pytest.fixture(scope="module")
-def llama(gpt2_tokenizer_files, tmp_path_factory):
-    return write_random(tmp_path_factory.mktemp("llama") / "tiny-llama", "llama", gpt2_tokenizer_files)
-
-
-def document(done):
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_one_document_with_a_row_a_head_count_and_seed(run, corpus):
@@ -171,8 +159,8 @@ def test_options_that_would_do_nothing_are_refused(run, arguments, says):
     assert says in done.stderr
 
 
-def test_a_pretrained_models_heads_are_pooled(run, llama):
-    found = document(run(llama, "--pool", "--tokens", 48, "--format", "json", pooled=True))
+def test_a_pretrained_models_heads_are_pooled(run, tiny_llama):
+    found = document(run(tiny_llama, "--pool", "--tokens", 48, "--format", "json", pooled=True))
     whole, one = found["rows"]
     assert list(whole)[:5] == FIELDS
     assert (whole["n_kv_heads"], one["n_kv_heads"], one["seed"]) == (2, 1, None)
@@ -183,7 +171,7 @@ def test_a_pretrained_models_heads_are_pooled(run, llama):
     assert found["run"]["n_targets"] == 23
 
     # another road: the same model with both heads set to their mean, through transformers
-    loaded = models.load(str(llama), device="cpu")
+    loaded = models.load(str(tiny_llama), device="cpu")
     ids = encode(loaded.tokenizer, read_text("bundled"), n_tokens=48).ids
     assert float(token_losses(loaded.model, ids, score_from=24).mean()) == pytest.approx(
         whole["best_val_loss"], abs=1e-5

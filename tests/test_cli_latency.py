@@ -1,13 +1,12 @@
 """``kvprobe latency`` as its users meet it. No time is asserted anywhere: machines differ."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from matplotlib.figure import Figure
 
-from conftest import write_random
-from kvprobe import bench, cli
+from conftest import only_document
+from kvprobe import bench
 from kvprobe.plots import latency as plot
 from kvprobe.plots import roofline
 
@@ -22,30 +21,14 @@ def quick_machine(monkeypatch):
     monkeypatch.setattr(bench, "measure_machine", lambda *args, **named: measured(*args, **named, **sizes))
 
 
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory, gpt2_tokenizer_files):
-    return write_random(tmp_path_factory.mktemp("models") / "tiny", "llama", gpt2_tokenizer_files)
-
-
 @pytest.fixture
-def run(capfd):
-    def once(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["latency", *map(str, arguments), "--repeats", "2", "--seconds", "0"])
-        captured = capfd.readouterr()
-        return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err)
-
-    return once
+def run(main):
+    return lambda *arguments: main("latency", *arguments, "--repeats", 2, "--seconds", 0)
 
 
 @pytest.fixture
 def document(run):
-    def once(*arguments):
-        done = run(*arguments, "--format", "json", "--quiet")
-        assert (done.returncode, done.stderr) == (0, "")
-        return json.loads(done.stdout)
-
-    return once
+    return lambda *arguments: only_document(run(*arguments, "--format", "json", "--quiet"))
 
 
 def test_rows_and_record(document, tiny_llama):

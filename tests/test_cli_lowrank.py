@@ -1,13 +1,12 @@
 """``kvprobe lowrank`` and its pictures: one document, errors in one line; the drawn data is the table."""
 
 import json
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 from matplotlib.figure import Figure
 
-from conftest import write_random
-from kvprobe import cli
+from conftest import document
 from kvprobe.plots import lowrank as plots
 
 FIELDS = {
@@ -18,46 +17,30 @@ FIELDS = {
 
 
 @pytest.fixture
-def run(capfd):
-    def once(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["lowrank", *map(str, arguments)])
-        captured = capfd.readouterr()
-        return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err)
-
-    return once
+def run(main):
+    return partial(main, "lowrank")
 
 
-@pytest.fixture(scope="module")
-def llama(gpt2_tokenizer_files, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
-    return write_random(directory, "llama", gpt2_tokenizer_files)
-
-
-def document(done):
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_json_is_one_document_with_the_fields_and_the_run(run, llama):
+def test_json_is_one_document_with_the_fields_and_the_run(run, tiny_llama):
     arguments = ("--tokens", 96, "--rank", 8, "--rank", 4, "--seed", 7, "--format", "json")
-    found = document(run(llama, *arguments))
+    found = document(run(tiny_llama, *arguments))
     assert found["analysis"] == "lowrank"
     assert [row["rank"] for row in found["rows"]] == [None, 8, 4]
     assert all(set(row) == FIELDS for row in found["rows"])
     record = found["run"]
     assert (record["score_from"], record["n_targets"], record["n_fitted"], record["seed"]) == (48, 47, 96, 7)
     assert "blocks of 7 tokens" in record["interval"]
-    assert str(llama.parent) not in json.dumps(found)
+    assert str(tiny_llama.parent) not in json.dumps(found)
 
 
-def test_the_library_gives_the_same_numbers(run, llama):
+def test_the_library_gives_the_same_numbers(run, tiny_llama):
     from kvprobe.subject import prepare
     from kvprobe.truncation import sweep
 
-    found = document(run(llama, "--tokens", 96, "--rank", 6, "--of", "k", "--stage", "pre_rope", "--basis", "prefix",
-                         "--center", "--allocate", "energy", "--score-from", 40, "--format", "json"))  # fmt: skip
-    subject = prepare(str(llama), tokens=96)
+    found = document(run(tiny_llama, "--tokens", 96, "--rank", 6, "--of", "k", "--stage", "pre_rope",
+                         "--basis", "prefix", "--center", "--allocate", "energy", "--score-from", 40,
+                         "--format", "json"))  # fmt: skip
+    subject = prepare(str(tiny_llama), tokens=96)
     swept = sweep(subject.model, subject.input_ids, ranks=[6], of="k", stage="pre_rope", basis="prefix", center=True,
                   allocation="energy", score_from=40)  # fmt: skip
     assert found["rows"] == swept.rows
@@ -65,39 +48,41 @@ def test_the_library_gives_the_same_numbers(run, llama):
     assert found["run"]["n_fitted"] == 40
 
 
-def test_heldout_is_the_text_after_the_passage_or_another(run, llama, tmp_path):
+def test_heldout_is_the_text_after_the_passage_or_another(run, tiny_llama, tmp_path):
     passage = tmp_path / "passage.txt"
     passage.write_text("".join(chr(33 + (7 * i * i + i // 5) % 90) for i in range(400)))
     changed = tmp_path / "changed.txt"
     # the first 96 tokens (a character each) stand; what follows is another text
     changed.write_text(passage.read_text()[:96] + passage.read_text()[:30:-1])
     common = ("--tokens", 96, "--rank", 4, "--basis", "heldout", "--format", "json", "--bos", "drop")
-    own = document(run(llama, "--text", passage, *common))
-    other = document(run(llama, "--text", changed, *common))
+    own = document(run(tiny_llama, "--text", passage, *common))
+    other = document(run(tiny_llama, "--text", changed, *common))
     assert own["run"]["fit_text"] == {"name": "passage.txt", "sha256": own["run"]["passage_sha256"], "offset": 96}
     assert own["rows"][0]["loss"] == other["rows"][0]["loss"]
     assert own["rows"][1]["loss"] != other["rows"][1]["loss"]
     # the text named again is not fitted on the passage itself
-    again = document(run(llama, "--text", passage, "--fit-text", passage, *common))
+    again = document(run(tiny_llama, "--text", passage, "--fit-text", passage, *common))
     assert again["rows"] == own["rows"]
-    named = document(run(llama, "--text", passage, "--fit-text", "bundled", *common))
+    named = document(run(tiny_llama, "--text", passage, "--fit-text", "bundled", *common))
     assert named["run"]["fit_text"]["name"] == "bundled"
     assert named["run"]["fit_text"]["offset"] == 0
 
 
-def test_the_spectrum_shows_both_stages_or_the_one_asked_for(run, llama):
-    found = document(run(llama, "--tokens", 96, "--spectrum", "--format", "json"))
+def test_the_spectrum_shows_both_stages_or_the_one_asked_for(run, tiny_llama):
+    found = document(run(tiny_llama, "--tokens", 96, "--spectrum", "--format", "json"))
     assert {row["stage"] for row in found["rows"]} == {"post_rope", "pre_rope"}
     assert {"energy", "effective_rank", "rank_90", "rank_99", "rank_99_9"} <= set(found["rows"][0])
-    one = document(run(llama, "--tokens", 96, "--spectrum", "--stage", "pre_rope", "--rank", 3, "--format", "json"))
+    one = document(
+        run(tiny_llama, "--tokens", 96, "--spectrum", "--stage", "pre_rope", "--rank", 3, "--format", "json")
+    )
     assert [(row["stage"], row["rank"]) for row in one["rows"]] == [("pre_rope", 3)] * 3
-    table = run(llama, "--tokens", 96, "--spectrum").stdout.splitlines()
+    table = run(tiny_llama, "--tokens", 96, "--spectrum").stdout.splitlines()
     assert table[0].split()[:2] == ["stage", "layer"]
     assert len(table) == 1 + 6 + 2
 
 
-def test_the_table_says_what_was_scored_and_fitted(run, llama):
-    done = run(llama, "--tokens", 96, "--rank", 4, "--quiet")
+def test_the_table_says_what_was_scored_and_fitted(run, tiny_llama):
+    done = run(tiny_llama, "--tokens", 96, "--rank", 4, "--quiet")
     assert done.returncode == 0
     assert done.stderr == ""
     assert "47 targets from 49 on" in done.stdout
@@ -120,26 +105,26 @@ def test_the_table_says_what_was_scored_and_fitted(run, llama):
         (["--tokens", "2"], "at least 3 tokens"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line_and_exit_one(run, llama, tmp_path, arguments, says):
+def test_what_the_user_can_mend_is_one_line_and_exit_one(run, tiny_llama, tmp_path, arguments, says):
     short = tmp_path / "short.txt"
     short.write_text("abcdefgh" * 16)
     arguments = [str(short) if argument == "SHORT" else argument for argument in arguments]
-    done = run(llama, "--tokens", 96, "--quiet", *arguments)
+    done = run(tiny_llama, "--tokens", 96, "--quiet", *arguments)
     assert done.returncode == 1
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_text_to_fit_on_needs_the_basis_that_uses_it(run, llama):
-    done = run(llama, "--fit-text", "bundled")
+def test_a_text_to_fit_on_needs_the_basis_that_uses_it(run, tiny_llama):
+    done = run(tiny_llama, "--fit-text", "bundled")
     assert done.returncode == 2
     assert "--fit-text is for --basis heldout, not for --basis oracle" in done.stderr
 
 
-def test_pictures_are_written(run, llama, tmp_path):
+def test_pictures_are_written(run, tiny_llama, tmp_path):
     loss, spectrum = tmp_path / "loss.svg", tmp_path / "spectrum.svg"
-    assert run(llama, "--tokens", 96, "--rank", 8, "--rank", 4, "--plot", loss).returncode == 0
-    assert run(llama, "--tokens", 96, "--spectrum", "--plot", spectrum).returncode == 0
+    assert run(tiny_llama, "--tokens", 96, "--rank", 8, "--rank", 4, "--plot", loss).returncode == 0
+    assert run(tiny_llama, "--tokens", 96, "--spectrum", "--plot", spectrum).returncode == 0
     assert "nat per token" in loss.read_text()
     assert "energy kept" in spectrum.read_text()
 
@@ -193,10 +178,10 @@ def test_energies_are_the_rows_one_line_a_layer():
     assert figure.axes[0].get_title() == "keys before RoPE"
 
 
-def test_the_analysis_asks_three_bases_on_several_passages(llama):
+def test_the_analysis_asks_three_bases_on_several_passages(tiny_llama):
     from analyses import lowrank
 
-    result = lowrank.run(str(llama), texts=["bundled"], tokens=96, score_from=48, n_passages=2, parts=(4, 8))
+    result = lowrank.run(str(tiny_llama), texts=["bundled"], tokens=96, score_from=48, n_passages=2, parts=(4, 8))
     rows = result.rows
     assert {row["basis"] for row in rows} == {"oracle", "prefix", "heldout"}
     assert [row["rank"] for row in rows if row["part"] == "published"] == [None, 8, 4]
@@ -227,10 +212,10 @@ def test_the_answer_needs_the_whole_interval():
     }
 
 
-def test_the_cost_benchmark_compares_with_a_plain_forward(llama):
+def test_the_cost_benchmark_compares_with_a_plain_forward(tiny_llama):
     from analyses import lowrank_cost
 
-    rows = lowrank_cost.run(str(llama), tokens=96, repeats=2).rows
+    rows = lowrank_cost.run(str(tiny_llama), tokens=96, repeats=2).rows
     assert rows[0]["way"] == "plain"
     assert rows[0]["ratio"] == 1.0
     swept = next(row for row in rows if "sweep" in row["way"])

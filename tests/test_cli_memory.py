@@ -1,41 +1,23 @@
 """``kvprobe memory`` as its users meet it."""
 
 import json
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 from matplotlib.figure import Figure
 
-from conftest import write_random
-from kvprobe import cli
+from conftest import only_document, write_random
 from kvprobe.plots import memory as plot
 
 
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory, gpt2_tokenizer_files):
-    """Three layers, 2 of 4 heads of 8 for keys and values: 384 bytes a token in float32."""
-    return write_random(tmp_path_factory.mktemp("models") / "tiny", "llama", gpt2_tokenizer_files)
-
-
 @pytest.fixture
-def run(capfd):
-    def once(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["memory", *map(str, arguments)])
-        captured = capfd.readouterr()
-        return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err)
-
-    return once
+def run(main):
+    return partial(main, "memory")
 
 
 @pytest.fixture
 def document(run):
-    def once(*arguments):
-        done = run(*arguments, "--format", "json", "--quiet")
-        assert (done.returncode, done.stderr) == (0, "")
-        return json.loads(done.stdout)
-
-    return once
+    return lambda *arguments: only_document(run(*arguments, "--format", "json", "--quiet"))
 
 
 def test_rows_and_record(document, tiny_llama):

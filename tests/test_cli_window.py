@@ -6,13 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 from matplotlib.figure import Figure
 
-from conftest import write_random
-from kvprobe import cli
+from conftest import document, write_random
 from kvprobe.plots import window as plot
 
 FIELDS = [
@@ -22,28 +21,14 @@ FIELDS = [
 
 
 @pytest.fixture
-def run(capfd):
-    def once(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["window", *map(str, arguments)])
-        captured = capfd.readouterr()
-        return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err)
-
-    return once
+def run(main):
+    return partial(main, "window")
 
 
-@pytest.fixture(scope="module")
-def llama(gpt2_tokenizer_files, tmp_path_factory):
-    return write_random(tmp_path_factory.mktemp("llama") / "tiny-llama", "llama", gpt2_tokenizer_files)
-
-
-def document(done):
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_one_document_with_the_grid_in_it(run, llama):
-    done = run(llama, "--tokens", 64, "--window", 8, "--window", 16, "--sinks", 0, "--sinks", 2, "--format", "json")
+def test_one_document_with_the_grid_in_it(run, tiny_llama):
+    done = run(
+        tiny_llama, "--tokens", 64, "--window", 8, "--window", 16, "--sinks", 0, "--sinks", 2, "--format", "json"
+    )
     found = document(done)
     assert found["analysis"] == "window"
     assert list(found["rows"][0]) == FIELDS
@@ -52,26 +37,26 @@ def test_one_document_with_the_grid_in_it(run, llama):
     record = found["run"]
     assert (record["score_from"], record["n_targets"], record["positions"]) == (32, 31, "absolute")
     assert record["model"] == "tiny-llama"
-    assert str(llama) not in done.stdout
+    assert str(tiny_llama) not in done.stdout
 
 
-def test_the_defaults_are_the_published_grid(run, llama):
-    rows = document(run(llama, "--tokens", 256, "--format", "json"))["rows"]
+def test_the_defaults_are_the_published_grid(run, tiny_llama):
+    rows = document(run(tiny_llama, "--tokens", 256, "--format", "json"))["rows"]
     assert [(row["window"], row["n_sink"]) for row in rows] == [(None, 0), (256, 0), (256, 1), (256, 4)]
     assert max(abs(row["delta"]) for row in rows) < 1e-6
 
 
 @pytest.mark.parametrize("positions", ["cache", "recompute"])
-def test_every_row_names_its_positions(run, llama, positions):
-    done = run(llama, "--tokens", 48, "--window", 8, "--positions", positions, "--format", "json")
+def test_every_row_names_its_positions(run, tiny_llama, positions):
+    done = run(tiny_llama, "--tokens", 48, "--window", 8, "--positions", positions, "--format", "json")
     first, *rows = document(done)["rows"]
     assert first["positions"] == "absolute"
     assert {row["positions"] for row in rows} == {positions}
     assert [row["n_sink"] for row in rows] == ([0] if positions == "recompute" else [0, 1, 4])
 
 
-def test_the_table_says_what_was_read(run, llama):
-    done = run(llama, "--tokens", 48, "--window", 8, "--sinks", 3, "--sink-choice", "heaviest", "--quiet")
+def test_the_table_says_what_was_read(run, tiny_llama):
+    done = run(tiny_llama, "--tokens", 48, "--window", 8, "--sinks", 3, "--sink-choice", "heaviest", "--quiet")
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0].split()[:4] == ["window", "n_sink", "positions", "sink_choice"]
@@ -101,8 +86,8 @@ def test_what_the_user_can_mend_is_one_line(run, gpt2_random, arguments, says):
     assert done.stdout == ""
 
 
-def test_the_picture_is_written(run, llama, tmp_path):
-    done = run(llama, "--tokens", 48, "--window", 8, "--plot", tmp_path / "window.svg", "--quiet")
+def test_the_picture_is_written(run, tiny_llama, tmp_path):
+    done = run(tiny_llama, "--tokens", 48, "--window", 8, "--plot", tmp_path / "window.svg", "--quiet")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "window.svg").read_text()
     assert "window 8" in text
@@ -120,9 +105,9 @@ STREAM = ("--stream", "--sinks", 0, "--sinks", 2, "--positions", "cache", "--for
 EIGHT = ("--window", 8)
 
 
-def test_a_stream_reads_the_whole_text_and_gives_a_row_a_result(run, llama, home, tmp_path):
+def test_a_stream_reads_the_whole_text_and_gives_a_row_a_result(run, tiny_llama, home, tmp_path):
     (tmp_path / "text").write_text("ab,cd." * 150)
-    found = document(run(llama, *STREAM, *EIGHT, "--text", tmp_path / "text", "--every", 300))
+    found = document(run(tiny_llama, *STREAM, *EIGHT, "--text", tmp_path / "text", "--every", 300))
     assert set(FIELDS) < set(found["rows"][0])
     cells = [(row["window"], row["n_sink"], row["at_token"], row["tokens_scored"]) for row in found["rows"]]
     assert cells == [(8, n, at, at - 1) for n in (0, 2) for at in (300, 600, 900)]
@@ -134,21 +119,21 @@ def test_a_stream_reads_the_whole_text_and_gives_a_row_a_result(run, llama, home
     assert list((home / "streams").iterdir()) == []
 
 
-def test_a_stream_reads_as_many_tokens_as_the_user_gave_and_is_the_mask(run, llama, home):
+def test_a_stream_reads_as_many_tokens_as_the_user_gave_and_is_the_mask(run, tiny_llama, home):
     # 1024 as well, which is the default of --tokens
-    found = document(run(llama, *STREAM, *EIGHT, "--tokens", 1024))
+    found = document(run(tiny_llama, *STREAM, *EIGHT, "--tokens", 1024))
     assert [row["at_token"] for row in found["rows"]] == [1024, 1024]
     for positions in ("absolute", "cache"):
-        shared = (llama, *STREAM[1:], *EIGHT, "--tokens", 200, "--score-from", 50, "--positions", positions)
+        shared = (tiny_llama, *STREAM[1:], *EIGHT, "--tokens", 200, "--score-from", 50, "--positions", positions)
         _, *masked = document(run(*shared))["rows"]
         streamed = document(run("--stream", *shared))["rows"]
         assert [row["loss"] for row in streamed] == pytest.approx([row["loss"] for row in masked], abs=1e-5)
         assert [row["tokens_scored"] for row in streamed] == [149, 149]
 
 
-def test_a_killed_stream_is_resumed_by_the_same_command(run, llama, home, tmp_path):
+def test_a_killed_stream_is_resumed_by_the_same_command(run, tiny_llama, home, tmp_path):
     (tmp_path / "text").write_text("".join(chr(33 + i * i % 89) for i in range(3000)))
-    command = [llama, *STREAM, "--window", 32, "--text", tmp_path / "text", "--every", 500]
+    command = [tiny_llama, *STREAM, "--window", 32, "--text", tmp_path / "text", "--every", 500]
     expected = document(run(*command))["rows"]
     process = subprocess.Popen(
         [sys.executable, "-c", "from kvprobe.cli import main; main()", "window", *map(str, command)],
@@ -190,9 +175,9 @@ def stopped_at(monkeypatch, token):
     monkeypatch.setattr(console, "progress_bar", Stop)
 
 
-def test_ctrl_c_keeps_the_state_and_says_how_to_resume(run, llama, home, monkeypatch, tmp_path):
+def test_ctrl_c_keeps_the_state_and_says_how_to_resume(run, tiny_llama, home, monkeypatch, tmp_path):
     state = tmp_path / "mine"
-    command = (llama, *STREAM, *EIGHT, "--tokens", 600, "--every", 100, "--state", state)
+    command = (tiny_llama, *STREAM, *EIGHT, "--tokens", 600, "--every", 100, "--state", state)
     expected = document(run(*command))["rows"]
     assert not state.exists()
     with monkeypatch.context() as patched:
@@ -216,10 +201,10 @@ def test_ctrl_c_keeps_the_state_and_says_how_to_resume(run, llama, home, monkeyp
     assert document(afresh)["run"]["n_resumed"] == 0
 
 
-def test_a_result_that_could_not_be_written_is_still_there(run, llama, home, monkeypatch):
+def test_a_result_that_could_not_be_written_is_still_there(run, tiny_llama, home, monkeypatch):
     from kvprobe import console
 
-    command = (llama, *STREAM, *EIGHT, "--tokens", 100)
+    command = (tiny_llama, *STREAM, *EIGHT, "--tokens", 100)
     with monkeypatch.context() as patched:
         patched.setattr(console, "emit", lambda *_, **__: 1 / 0)
         assert run(*command).returncode == 1
@@ -250,8 +235,8 @@ def test_what_cannot_be_streamed_is_refused(run, gpt2_random, home, arguments, s
 
 
 @pytest.mark.parametrize("option", [("--every", 5), ("--state", "x"), ("--no-resume",)])
-def test_options_of_a_stream_alone_are_refused(run, llama, option):
-    done = run(llama, *option)
+def test_options_of_a_stream_alone_are_refused(run, tiny_llama, option):
+    done = run(tiny_llama, *option)
     assert done.returncode == 2
     assert f"{option[0]} belongs to --stream" in done.stderr
 

@@ -98,7 +98,7 @@ def test_a_snapshot_of_a_finished_run_is_the_result(tmp_path):
 def test_another_runs_snapshot_is_refused_with_what_differs(tmp_path):
     place = tmp_path / "run.safetensors"
     Snapshot(place, {"seed": 1, "heads": 8}).write({}, {})
-    with pytest.raises(KvprobeError, match="belongs to another run: seed is 1 there and 2 here; remove it"):
+    with pytest.raises(KvprobeError, match="belongs to another training run: seed is 1 there and 2 here; remove it"):
         Snapshot(place, {"seed": 2, "heads": 8}).read()
     place.write_bytes(b"something else")
     with pytest.raises(KvprobeError, match=r"run\.safetensors is no snapshot"):

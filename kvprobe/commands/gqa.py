@@ -100,13 +100,13 @@ def _train(options: dict[str, Any]) -> Any:
     from kvprobe.console import notice, progress_bar
     from kvprobe.corpus import characters
     from kvprobe.experiments import gqa
-    from kvprobe.models import _device
+    from kvprobe.models import device_for
     from kvprobe.store import home
     from kvprobe.texts import read_text
 
     quiet = options["quiet"]
     protocol = gqa.QUICK if options["quick"] else gqa.Protocol()
-    device = str(_device(None if options["device"] == "auto" else options["device"]))
+    device = str(device_for(options["device"]))
     plan = replace(protocol.plan, dtype=options["dtype"], steps=options["steps"] or protocol.plan.steps)
     plan = replace(plan, learning_rate=options["learning_rate"] or plan.learning_rate)
     n_train = options["train_windows"] or protocol.n_train

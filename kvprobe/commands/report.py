@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import checked_parent, common, passage_options
+from kvprobe.cli import checked_parent, model_options, quiet_option, text_options, with_options
 
 
 @click.command("report", short_help="One self-contained page on a model: bill, sinks, window, rank, speed.")
@@ -17,8 +17,11 @@ from kvprobe.cli import checked_parent, common, passage_options
     callback=checked_parent,
     help="The page, written whole or not at all.",
 )
-@passage_options
-@common
+@with_options(
+    *text_options(tokens=None, unless="1024, or all positions of a model that has fewer"),
+    *model_options(),
+    quiet_option(),
+)
 def command(model: str, **options: Any) -> None:
     """One HTML page on MODEL: what it is, its memory bill, its sinks, what windows and ranks cost, and its speed.
 
@@ -40,15 +43,3 @@ def command(model: str, **options: Any) -> None:
     for heading in refused:
         notice(f"{heading}: not measured, the page says why", quiet=options["quiet"])
     notice(f"the page is {options['out']}", quiet=options["quiet"])
-
-
-# a page is its own format and has its own pictures
-seen: list[click.Parameter] = []
-for option in command.params:
-    if option.name in ("plot", "format_") or option.name in [other.name for other in seen]:
-        continue
-    if isinstance(option, click.Option) and option.name == "tokens":
-        option.default, option.show_default = None, False
-        option.help = f"{option.help}  [default: 1024, or all positions of a model that has fewer]"
-    seen.append(option)
-command.params = seen

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprobe.bill import DTYPE_BYTES
 from kvprobe.cells import Cell, Shelf, config_of, finish_all, shape_row
 from kvprobe.corpus import Corpus
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments.words import interval_of, passage_of, training_of
-from kvprobe.models import DTYPES
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
 from kvprobe.scoring import check_score_from, default_block_length, nll, paired_interval, perplexity
@@ -200,7 +200,7 @@ def pool(
     if bad := [n for n in rungs if n not in divisors]:
         can = ", ".join(map(str, divisors))
         raise ValueError(f"{has} key/value heads cannot be pooled to {bad[0]} evenly: it can be {can}")
-    size = DTYPES[subject.loaded.dtype]
+    size = DTYPE_BYTES[subject.loaded.dtype]
     rows: list[Row] = []
     reference = _losses(decoder, subject.input_ids, score_from)
     for done, n in enumerate([has, *rungs]):

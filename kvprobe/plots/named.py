@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def figure_of(result: Result) -> "Figure":
-    """The picture that the command of ``result`` draws; ValueError for an analysis that has none."""
+    """The picture of ``result``'s rows; ValueError for an analysis that has none."""
     if result.analysis not in FIGURES:
         known = ", ".join(FIGURES)
         raise ValueError(f"no picture belongs to the analysis {result.analysis!r}: there are pictures of {known}")
