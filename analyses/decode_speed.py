@@ -16,7 +16,9 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import click
@@ -77,6 +79,7 @@ def run(
             reading = {name: partial(_read, kernel) for name, kernel in kernels.items()}
             taken = _in_turns(ways | reading, repeats)
         settings = _settings(loaded) | {"n_prompt": n_prompt, "n_new": n_new, "repeats": repeats}
+        settings |= {} if gguf is None else {"gguf": Path(gguf).name, "llama_cpp": version("llama-cpp-python")}
         record = run_record(settings, steps=steps, start_up_s=start_ups, threads=torch.get_num_threads())
     finally:
         torch.set_num_threads(before)

@@ -23,10 +23,11 @@ PIECE_BYTES = 384 * 1024
 
 
 class NumbaStep:
-    """The whole decode step compiled, float32 between weights and cache of float32 or bfloat16. Batch 1, on a CPU.
+    """The whole decode step compiled, float32 between weights and cache of float32 or bfloat16. On a CPU.
 
-    As many threads as torch has. The logits are float32. Beyond the decoder and the cache it holds the plan, some
-    vectors and, a thread, scratch for one head's scores. See :func:`kvprobe.fast.stepper`.
+    As many threads as torch has, and the batch of the cache, without padding. The logits are float32. Beyond the
+    decoder and the cache it holds the plan, some vectors a row and, a thread, scratch for one head's scores. See
+    :func:`kvprobe.fast.stepper`.
     """
 
     name = "numba"
@@ -46,34 +47,42 @@ class NumbaStep:
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
-        """As :class:`kvprobe.fast.Stepper` says; ``[1, vocab]`` in float32."""
+        """As :class:`kvprobe.fast.Stepper` says; ``[batch, vocab]`` in float32."""
         decoder, cache, table = self._decoder, self._cache, self._table
-        if token.shape != (1,) or not 0 <= int(token) < decoder.config.vocab:
-            raise ValueError(f"one token id below {decoder.config.vocab} is expected, got {token.tolist()}")
+        if cache.pads is not None:
+            raise ValueError("the numba step takes rows of one length, without padding: use the torch step")
+        vocab = decoder.config.vocab
+        if token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:
+            count = "one token id" if cache.batch == 1 else f"{cache.batch} token ids"
+            raise ValueError(f"{count} below {vocab} expected, got {token.tolist()}")
         length = cache.length
         decoder.check_length(length + 1, cache)
-        cache.begin(1, 1)
+        cache.begin(cache.batch, 1)
         position = int(cache.positions(1))
-        self._plan.enter(int(token), position)
+        self._plan.enter(token, position)
         table[k.LENGTH] = length
         table[k.LAG] = self._plan.turn_sinks(cache)
         self._team.run()
         cache.end()
-        return self._plan.logits.clone()[None]
+        # numpy's copy, since torch's wakes threads of its own, which then wait for more work on the cores that the next
+        # step needs: 5 ms of 16 to 28 a token
+        return torch.from_numpy(self._plan.logits.numpy().copy())
 
 
 class _Plan:
     """The pieces of one step in order, and the table that the kernels read."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, arena: Arena, n_threads: int) -> None:
-        config = self.config = decoder.config
+        config, batch = decoder.config, cache.batch
+        self.config, self.batch = config, batch
         self.decoder, self.arena, self.n_threads = decoder, arena, n_threads
         self.item = decoder.embedding.weight.element_size()
         self.pieces: list[list[int]] = []
         width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        self.x, self.qkv, self.added = (arena.floats(n) for n in (config.hidden, width, config.hidden))
-        self.mixed, self.gated = arena.floats(config.n_heads * config.head_dim), arena.floats(config.mlp_width)
-        self.logits = arena.floats(config.vocab)
+        # each [batch, width]
+        self.x, self.qkv, self.added = (self._rows(n) for n in (config.hidden, width, config.hidden))
+        self.mixed, self.gated = self._rows(config.n_heads * config.head_dim), self._rows(config.mlp_width)
+        self.logits = self._rows(config.vocab)
         # of each kind of layer: cosines and sines of the token's position, and of the sinks' lag
         self.ropes: dict[Rotary, Tensor] = {}
         self.angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
@@ -101,7 +110,7 @@ class _Plan:
         max_rows = int((plan[:, k.LAST] - plan[:, k.FIRST]).max())
         slots = max(keys.shape[2] for keys in cache.keys)
         # each thread's own cache lines
-        scratch = 64 * -(-4 * (config.hidden + max_rows + max(slots, config.head_dim) + 16) // 64)
+        scratch = 64 * -(-4 * (batch * (config.hidden + max_rows) + max(slots, config.head_dim) + 16) // 64)
         counters = arena.words(24)
         given = {
             k.PLAN: plan.ctypes.data,
@@ -123,13 +132,14 @@ class _Plan:
             k.NUMBERS: numbers,
             k.QKV: self.qkv.data_ptr(),
             k.MAX_ROWS: max_rows,
+            k.BATCH: batch,
         }
         self.table = arena.words(k.TABLE)
         for place, value in given.items():
             self.table[place] = value
 
-    def enter(self, token: int, position: int) -> None:
-        """The embedding, and the angles of ``position``: as the decoder makes them, of one token."""
+    def enter(self, token: Tensor, position: int) -> None:
+        """The embeddings of ``token`` ``[batch]``, and the angles of ``position``: as the decoder makes them."""
         config, decoder = self.config, self.decoder
         self.x.copy_(decoder.embedding.weight[token])
         if config.embedding_scale != 1:
@@ -162,7 +172,7 @@ class _Plan:
         config, attention, mlp = self.config, block.attention, block.mlp
         heads, parts = [attention.query, attention.key, attention.value], []
         for module, start in zip(heads, self._starts(), strict=True):
-            parts.append((module, self.qkv[start:]))
+            parts.append((module, self.qkv[:, start:]))
         self._phase(parts, source=self.x, norm=block.attention_norm)
         self._heads(k.PLACE, layer, config.n_kv_heads)
         self._heads(k.ATTEND, layer, config.n_heads, target=self.mixed)
@@ -174,6 +184,9 @@ class _Plan:
             self._phase([(mlp.gate, self.gated)], source=self.x, norm=block.mlp_norm, mode=mode, second=mlp.up)
         self._add(mlp.down, self.gated, block.mlp_post_norm)
 
+    def _rows(self, width: int) -> Tensor:
+        return self.arena.floats(self.batch * width).reshape(self.batch, width)
+
     def _starts(self) -> tuple[int, int, int]:
         config = self.config
         return 0, config.n_heads * config.head_dim, (config.n_heads + config.n_kv_heads) * config.head_dim
@@ -184,12 +197,14 @@ class _Plan:
             self._phase([(module, self.x)], source=source, mode=k.ADD)
             return
         self._phase([(module, self.added)], source=source)
-        self._piece(len(self.pieces), k.ADD_NORMED, 0, 1, source=self.added, target=self.x, norm=post_norm)
+        need, norm = len(self.pieces), self._norm(post_norm)
+        self._piece(need, k.ADD_NORMED, 0, 1, source=self.added, target=self.x, norm=norm)
 
     def _heads(self, op: int, layer: int, n_heads: int, target: Tensor | None = None) -> None:
         need = len(self.pieces)
-        for head in range(n_heads):
-            self._piece(need, op, head, head + 1, layer=layer, target=target)
+        for sequence in range(self.batch):
+            for head in range(n_heads):
+                self._piece(need, op, head, head + 1, layer=layer, source=self.qkv, target=target, sequence=sequence)
 
     def _phase(
         self,
@@ -221,11 +236,22 @@ class _Plan:
             count = min(self.n_threads * (1 if turned else per_thread), max(1, n_out // 4))
             edges = [min(n_out, 4 * round(n_out * i / count / 4)) for i in range(count)] + [n_out]
             stride = n_out if second is not None else weight.stride(1) if turned else n_in
-            addresses = source.data_ptr(), target.data_ptr()
             for first, last in pairwise(edges):
                 if first < last:
-                    self.pieces.append(
-                        [need, op, first, last, matrix, other, n_in, stride, *addresses, starts, bias, mode, 0]
+                    self._piece(
+                        need,
+                        op,
+                        first,
+                        last,
+                        source=source,
+                        target=target,
+                        matrix=matrix,
+                        second=other,
+                        width=n_in,
+                        stride=stride,
+                        norm=starts,
+                        bias=bias,
+                        mode=mode,
                     )
 
     def _piece(
@@ -235,16 +261,18 @@ class _Plan:
         first: int,
         last: int,
         *,
-        layer: int = 0,
-        source: Tensor | None = None,
+        source: Tensor,
         target: Tensor | None = None,
-        norm: nn.Module | None = None,
+        **others: int,
     ) -> None:
+        """One row of the plan; ``others`` by the names of its columns in small letters."""
         row = [0] * k.ROW
-        row[k.NEED], row[k.OP], row[k.FIRST], row[k.LAST], row[k.LAYER] = need, op, first, last, layer
-        row[k.SOURCE] = 0 if source is None else source.data_ptr()
-        row[k.TARGET] = 0 if target is None else target.data_ptr()
-        row[k.NORM] = 0 if norm is None else self._norm(norm)
+        row[k.NEED], row[k.OP], row[k.FIRST], row[k.LAST] = need, op, first, last
+        row[k.SOURCE], row[k.SOURCE_STEP] = source.data_ptr(), _step(source)
+        if target is not None:
+            row[k.TARGET], row[k.TARGET_STEP] = target.data_ptr(), _step(target)
+        for name, value in others.items():
+            row[getattr(k, name.upper())] = value
         self.pieces.append(row)
 
     def _norm(self, norm: Any) -> int:
@@ -270,3 +298,8 @@ class _Plan:
             row[k.QUERY_NORM], row[k.KEY_NORM] = self._norm(attention.query_norm), self._norm(attention.key_norm)
         row[k.SCALE] = int(np.float32(attention.scale).view(np.int32))
         return row
+
+
+def _step(rows: Tensor) -> int:
+    """Bytes from one sequence's vector to the next one's, of float32 ``[batch, width]``."""
+    return 4 * rows.stride(0)

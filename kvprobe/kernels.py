@@ -1,7 +1,7 @@
 """What is one decode step in machine code? A plan of small pieces, which any number of threads work off with numba.
 
 A step streams every weight once and computes little with it, so what counts is that all threads read memory all the
-time. The plan (:mod:`kvprobe.fast` writes it) is one list of pieces in order: some rows of a matrix, one head of
+time. The plan (:mod:`kvprobe.compiled` writes it) is one list of pieces in order: some rows of a matrix, one head of
 attention. A thread takes the next piece by an atomic ticket, waits until the pieces it depends on are done, computes
 it, and counts it as done. There are no barriers and no thread owns a part: one that comes late, or never (in a forked
 child), costs time and nothing else; and each piece is computed in one way, so results do not depend on the threads.
@@ -29,8 +29,12 @@ from kvprobe.machine import (
     yield_core,
 )
 
-# One piece: int64 [ROW]. `NEED` counts the pieces that must be done before it.
-NEED, OP, FIRST, LAST, MATRIX, SECOND, WIDTH, STRIDE, SOURCE, TARGET, NORM, BIAS, MODE, LAYER, ROW = range(15)
+# One piece: int64 [ROW]. `NEED` counts the pieces that must be done before it. It is of all sequences of the batch,
+# whose vectors are `SOURCE_STEP` and `TARGET_STEP` bytes apart; one head's piece is of `SEQUENCE` alone.
+(
+    NEED, OP, FIRST, LAST, MATRIX, SECOND, WIDTH, STRIDE, SOURCE, TARGET, NORM, BIAS, MODE, LAYER, SOURCE_STEP,
+    TARGET_STEP, SEQUENCE, ROW,
+) = range(18)  # fmt: skip
 # what OP may be: rows or columns of a matrix, the gated pair of them, one key/value head into the cache, one query
 # head's attention, the norm of what is added
 ROWS, COLUMNS, GATED, PLACE, ATTEND, ADD_NORMED = range(6)
@@ -39,7 +43,7 @@ STORE, ADD, GELU, SILU, CAP = range(5)
 # What all pieces share: int64 [TABLE], addresses and numbers.
 (
     PLAN, TOTAL, TAKEN, DONE, LIMIT, SCRATCH, SCRATCH_BYTES, WEIGHT_BYTES, CACHE_BYTES, IS_LAYER_NORM, HIDDEN, N_HEADS,
-    N_KV_HEADS, HEAD_DIM, N_SINK, LAYERS, NUMBERS, LENGTH, LAG, QKV, HEADS, MAX_ROWS, TABLE,
+    N_KV_HEADS, HEAD_DIM, N_SINK, LAYERS, NUMBERS, LENGTH, LAG, QKV, MAX_ROWS, BATCH, TABLE,
 ) = range(23)  # fmt: skip
 # One layer: int64 [LAYER_ROW]. `ANGLES` and `LAG_ANGLES`: float32 [2, head_dim / 2], cosines and sines.
 KEYS, VALUES, MADE, SLOTS, LOCAL, ROTARY, ANGLES, LAG_ANGLES, QUERY_NORM, KEY_NORM, SCALE, LAYER_ROW = range(12)
@@ -47,6 +51,8 @@ KEYS, VALUES, MADE, SLOTS, LOCAL, ROTARY, ANGLES, LAG_ANGLES, QUERY_NORM, KEY_NO
 EPS, SOFTCAP = range(2)
 # what a waiting thread asks for in advance: a part of the second cache of a core
 EARLY_BYTES = 128 * 1024
+# Rows of either half of a piece that all sequences are multiplied with before the next: they stay in the first cache.
+ROWS_AT_ONCE = 4
 # what ROTARY may be
 HALVES, INTERLEAVED = 1, 2
 
@@ -151,24 +157,90 @@ def _dots(matrix: int, size: int, n_rows: int, width: int, vector: Any, out: Any
 
 
 @compiled
-def _mix(matrix: int, size: int, n_rows: int, stride: int, width: int, vector: Any, out: Any, zero: Any) -> None:
-    """``out[c] = sum over r of vector[r] * matrix[r, c]`` of the first ``width`` columns, rows ``stride`` apart."""
-    for c in range(width):
-        out[c] = _ZERO
-    row, step = 0, stride * size
-    while row + 4 <= n_rows:
-        w0 = at(matrix + row * step, zero)
-        w1 = at(matrix + (row + 1) * step, zero)
-        w2 = at(matrix + (row + 2) * step, zero)
-        w3 = at(matrix + (row + 3) * step, zero)
-        x0, x1, x2, x3 = vector[row], vector[row + 1], vector[row + 2], vector[row + 3]
+def _dots_of_four(
+    upper: int, lower: int, size: int, n_rows: int, width: int, n_vectors: int, vectors: int, step: int, outs: int,
+    below: int, out_step: int, zero: Any,
+) -> None:  # fmt: skip
+    """As :func:`_dots` of rows at ``upper`` and at ``lower``, whose sums go ``below`` rows further, for four vectors.
+
+    Two rows by four vectors is what the registers hold; of fewer vectors the last is taken again, at no cost in time.
+    """
+    second, third, fourth = min(1, n_vectors - 1), min(2, n_vectors - 1), min(3, n_vectors - 1)
+    x0, x1 = at(vectors, _ZERO), at(vectors + second * step, _ZERO)
+    x2, x3 = at(vectors + third * step, _ZERO), at(vectors + fourth * step, _ZERO)
+    out0, out1 = at(outs, _ZERO), at(outs + second * out_step, _ZERO)
+    out2, out3 = at(outs + third * out_step, _ZERO), at(outs + fourth * out_step, _ZERO)
+    for r in range(n_rows):
+        v, w = at(upper + r * width * size, zero), at(lower + r * width * size, zero)
+        v0, v1, v2, v3 = _ZERO, _ZERO, _ZERO, _ZERO
+        w0, w1, w2, w3 = _ZERO, _ZERO, _ZERO, _ZERO
+        for k in range(width):
+            a, b = wide(v[k]), wide(w[k])
+            v0 += a * x0[k]
+            v1 += a * x1[k]
+            v2 += a * x2[k]
+            v3 += a * x3[k]
+            w0 += b * x0[k]
+            w1 += b * x1[k]
+            w2 += b * x2[k]
+            w3 += b * x3[k]
+        out0[r], out1[r], out2[r], out3[r] = v0, v1, v2, v3
+        out0[below + r], out1[below + r], out2[below + r], out3[below + r] = w0, w1, w2, w3
+
+
+@compiled
+def _dots_of_all(
+    matrix: int, size: int, n_rows: int, width: int, batch: int, vectors: int, step: int, outs: int, out_step: int,
+    zero: Any,
+) -> None:  # fmt: skip
+    """:func:`_dots` of ``batch`` vectors, each row read from memory once: some of either half, for all vectors."""
+    if batch == 1:
+        _dots(matrix, size, n_rows, width, at(vectors, _ZERO), at(outs, _ZERO), zero)
+        return
+    half, line = n_rows // 2, width * size
+    for first in range(0, half, ROWS_AT_ONCE):
+        count = min(ROWS_AT_ONCE, half - first)
+        upper, lower = matrix + first * line, matrix + (half + first) * line
+        for done in range(0, batch, 4):
+            four, source, target = min(4, batch - done), vectors + done * step, outs + done * out_step + 4 * first
+            _dots_of_four(upper, lower, size, count, width, four, source, step, target, half, out_step, zero)
+    if 2 * half < n_rows:
+        for each in range(batch):
+            vector, target = at(vectors + each * step, _ZERO), at(outs + each * out_step + 8 * half, _ZERO)
+            _dots(matrix + 2 * half * line, size, 1, width, vector, target, zero)
+
+
+@compiled
+def _mix(
+    matrix: int, size: int, n_rows: int, stride: int, width: int, batch: int, vectors: int, step: int, outs: int,
+    out_step: int, zero: Any,
+) -> None:  # fmt: skip
+    """``out[c] = sum over r of vector[r] * matrix[r, c]`` of the first ``width`` columns, rows ``stride`` apart.
+
+    Of ``batch`` vectors, four rows at a time, so that each row is read from memory once.
+    """
+    for each in range(batch):
+        out = at(outs + each * out_step, _ZERO)
         for c in range(width):
-            out[c] += x0 * wide(w0[c]) + x1 * wide(w1[c]) + x2 * wide(w2[c]) + x3 * wide(w3[c])
+            out[c] = _ZERO
+    row, next_row = 0, stride * size
+    while row + 4 <= n_rows:
+        w0 = at(matrix + row * next_row, zero)
+        w1 = at(matrix + (row + 1) * next_row, zero)
+        w2 = at(matrix + (row + 2) * next_row, zero)
+        w3 = at(matrix + (row + 3) * next_row, zero)
+        for each in range(batch):
+            vector, out = at(vectors + each * step, _ZERO), at(outs + each * out_step, _ZERO)
+            x0, x1, x2, x3 = vector[row], vector[row + 1], vector[row + 2], vector[row + 3]
+            for c in range(width):
+                out[c] += x0 * wide(w0[c]) + x1 * wide(w1[c]) + x2 * wide(w2[c]) + x3 * wide(w3[c])
         row += 4
     while row < n_rows:
-        w0, x0 = at(matrix + row * step, zero), vector[row]
-        for c in range(width):
-            out[c] += x0 * wide(w0[c])
+        w0 = at(matrix + row * next_row, zero)
+        for each in range(batch):
+            x0, out = at(vectors + each * step, _ZERO)[row], at(outs + each * out_step, _ZERO)
+            for c in range(width):
+                out[c] += x0 * wide(w0[c])
         row += 1
 
 
@@ -211,10 +283,10 @@ def _turn(head: Any, head_dim: int, rotary: int, angles: int) -> None:
 
 
 @compiled
-def _finish(piece: Any, table: Any, out: Any) -> None:
+def _finish(piece: Any, table: Any, sequence: int, out: Any) -> None:
     """What follows a product: the bias, then the activation, the sum with what passes by, or the bound."""
     first, n_rows, mode = piece[FIRST], piece[LAST] - piece[FIRST], piece[MODE]
-    target = at(piece[TARGET] + 4 * first, _ZERO)
+    target = at(piece[TARGET] + sequence * piece[TARGET_STEP] + 4 * first, _ZERO)
     if piece[BIAS]:
         bias = at(piece[BIAS] + 4 * first, _ZERO)
         for r in range(n_rows):
@@ -235,26 +307,28 @@ def _finish(piece: Any, table: Any, out: Any) -> None:
 
 
 @compiled
-def _gated(piece: Any, table: Any, vector: Any, out: Any, zero: Any) -> None:
+def _gated(piece: Any, table: Any, vectors: int, step: int, outs: int, zero: Any) -> None:
     """The same rows of gate and up; activation(gate) · up."""
-    first, width, size = piece[FIRST], piece[WIDTH], table[WEIGHT_BYTES]
-    n_rows = piece[LAST] - first
-    target = at(piece[TARGET] + 4 * first, _ZERO)
-    _dots(piece[MATRIX] + first * width * size, size, n_rows, width, vector, target, zero)
-    _dots(piece[SECOND] + first * width * size, size, n_rows, width, vector, out, zero)
-    if piece[BIAS]:
-        # the gate's, and after all of them the up's
-        gate_bias = at(piece[BIAS] + 4 * first, _ZERO)
-        up_bias = at(piece[BIAS] + 4 * (piece[STRIDE] + first), _ZERO)
-        for r in range(n_rows):
-            target[r] += gate_bias[r]
-            out[r] += up_bias[r]
-    if piece[MODE] == SILU:
-        for r in range(n_rows):
-            target[r] = _silu(target[r]) * out[r]
-    else:
-        for r in range(n_rows):
-            target[r] = _gelu(target[r]) * out[r]
+    first, width, size, batch = piece[FIRST], piece[WIDTH], table[WEIGHT_BYTES], table[BATCH]
+    n_rows, offset = piece[LAST] - first, first * width * size
+    targets, target_step, out_step = piece[TARGET] + 4 * first, piece[TARGET_STEP], 4 * table[MAX_ROWS]
+    _dots_of_all(piece[MATRIX] + offset, size, n_rows, width, batch, vectors, step, targets, target_step, zero)
+    _dots_of_all(piece[SECOND] + offset, size, n_rows, width, batch, vectors, step, outs, out_step, zero)
+    for sequence in range(batch):
+        target, out = at(targets + sequence * target_step, _ZERO), at(outs + sequence * out_step, _ZERO)
+        if piece[BIAS]:
+            # the gate's, and after all of them the up's
+            gate_bias = at(piece[BIAS] + 4 * first, _ZERO)
+            up_bias = at(piece[BIAS] + 4 * (piece[STRIDE] + first), _ZERO)
+            for r in range(n_rows):
+                target[r] += gate_bias[r]
+                out[r] += up_bias[r]
+        if piece[MODE] == SILU:
+            for r in range(n_rows):
+                target[r] = _silu(target[r]) * out[r]
+        else:
+            for r in range(n_rows):
+                target[r] = _gelu(target[r]) * out[r]
 
 
 @compiled
@@ -270,26 +344,29 @@ def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
     head_dim, size, n_sink, length = table[HEAD_DIM], table[CACHE_BYTES], table[N_SINK], table[LENGTH]
     eps = at(table[NUMBERS], _ZERO)[EPS]
     kv_head, slots = piece[FIRST], layer[SLOTS]
-    key = at(table[QKV] + 4 * head_dim * (table[N_HEADS] + kv_head), _ZERO)
-    value = at(table[QKV] + 4 * head_dim * (table[N_HEADS] + table[N_KV_HEADS] + kv_head), _ZERO)
+    qkv = table[QKV] + piece[SEQUENCE] * piece[SOURCE_STEP]
+    key = at(qkv + 4 * head_dim * (table[N_HEADS] + kv_head), _ZERO)
+    value = at(qkv + 4 * head_dim * (table[N_HEADS] + table[N_KV_HEADS] + kv_head), _ZERO)
+    # the head's place in buffers of [batch, n_kv_heads, ...]
+    place = piece[SEQUENCE] * table[N_KV_HEADS] + kv_head
     if layer[KEY_NORM]:
         _norm(key, head_dim, layer[KEY_NORM], table[IS_LAYER_NORM], eps, key)
     if layer[ROTARY]:
         _turn(key, head_dim, layer[ROTARY], layer[ANGLES])
     slot = _slot(length, n_sink, slots)
-    offset = (kv_head * slots + slot) * head_dim * size
+    offset = (place * slots + slot) * head_dim * size
     keys, values = at(layer[KEYS] + offset, zero), at(layer[VALUES] + offset, zero)
     for d in range(head_dim):
         keys[d], values[d] = narrow(key[d], zero), narrow(value[d], zero)
     if layer[MADE]:
         if length < n_sink:
-            made = at(layer[MADE] + (kv_head * n_sink + length) * head_dim * size, zero)
+            made = at(layer[MADE] + (place * n_sink + length) * head_dim * size, zero)
             for d in range(head_dim):
                 made[d] = keys[d]
         if table[LAG]:
             for sink in range(n_sink):
-                made = at(layer[MADE] + (kv_head * n_sink + sink) * head_dim * size, zero)
-                seen = at(layer[KEYS] + (kv_head * slots + sink) * head_dim * size, zero)
+                made = at(layer[MADE] + (place * n_sink + sink) * head_dim * size, zero)
+                seen = at(layer[KEYS] + (place * slots + sink) * head_dim * size, zero)
                 for d in range(head_dim):
                     head[d] = wide(made[d])
                 _turn(head, head_dim, layer[ROTARY], layer[LAG_ANGLES])
@@ -298,13 +375,13 @@ def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
 
 
 @compiled
-def _attend(piece: Any, table: Any, scores: Any, zero: Any) -> None:
-    """One query head over the filled, visible slots of its key/value head."""
+def _attend(piece: Any, table: Any, spare: int, zero: Any) -> None:
+    """One query head of one sequence over the filled, visible slots of its key/value head."""
     layer = at(table[LAYERS] + 8 * LAYER_ROW * piece[LAYER], _WORD)
     head_dim, size, n_sink, length = table[HEAD_DIM], table[CACHE_BYTES], table[N_SINK], table[LENGTH]
     slots, n_local, q_head = layer[SLOTS], layer[LOCAL], piece[FIRST]
     eps = at(table[NUMBERS], _ZERO)[EPS]
-    query = at(table[QKV] + 4 * head_dim * q_head, _ZERO)
+    query = at(table[QKV] + piece[SEQUENCE] * piece[SOURCE_STEP] + 4 * head_dim * q_head, _ZERO)
     if layer[QUERY_NORM]:
         _norm(query, head_dim, layer[QUERY_NORM], table[IS_LAYER_NORM], eps, query)
     if layer[ROTARY]:
@@ -314,7 +391,8 @@ def _attend(piece: Any, table: Any, scores: Any, zero: Any) -> None:
         # a ring no longer than the local window holds nothing too old; then only sinks can be
         first = max(0, min(length + 1 - n_local, n_sink if slots - n_sink <= n_local else length))
     count = used - first
-    offset = ((q_head * table[N_KV_HEADS] // table[N_HEADS]) * slots + first) * head_dim * size
+    place = piece[SEQUENCE] * table[N_KV_HEADS] + q_head * table[N_KV_HEADS] // table[N_HEADS]
+    offset, scores = (place * slots + first) * head_dim * size, at(spare, _ZERO)
     _dots(layer[KEYS] + offset, size, count, head_dim, query, scores, zero)
     scale = at(table[LAYERS] + 8 * (LAYER_ROW * piece[LAYER] + SCALE), _ZERO)[0]
     for k in range(count):
@@ -323,20 +401,25 @@ def _attend(piece: Any, table: Any, scores: Any, zero: Any) -> None:
     for k in range(count):
         scores[k] = _exp(scores[k] - highest)
         total += scores[k]
-    output = at(piece[TARGET] + 4 * head_dim * q_head, _ZERO)
-    _mix(layer[VALUES] + offset, size, count, head_dim, head_dim, scores, output, zero)
+    target = piece[TARGET] + piece[SEQUENCE] * piece[TARGET_STEP] + 4 * head_dim * q_head
+    output = at(target, _ZERO)
+    _mix(layer[VALUES] + offset, size, count, head_dim, head_dim, 1, spare, 0, target, 0, zero)
     for d in range(head_dim):
         output[d] /= total
 
 
 @compiled
-def _product(piece: Any, table: Any, vector: Any, out: Any, zero: Any) -> None:
+def _product(piece: Any, table: Any, vectors: int, step: int, outs: int, zero: Any) -> None:
     first, width, stride, size = piece[FIRST], piece[WIDTH], piece[STRIDE], table[WEIGHT_BYTES]
+    n_rows, batch, out_step = piece[LAST] - first, table[BATCH], 4 * table[MAX_ROWS]
     if piece[OP] == ROWS:
-        _dots(piece[MATRIX] + first * width * size, size, piece[LAST] - first, width, vector, out, zero)
+        matrix = piece[MATRIX] + first * width * size
+        _dots_of_all(matrix, size, n_rows, width, batch, vectors, step, outs, out_step, zero)
     else:
-        _mix(piece[MATRIX] + first * size, size, width, stride, piece[LAST] - first, vector, out, zero)
-    _finish(piece, table, out)
+        matrix = piece[MATRIX] + first * size
+        _mix(matrix, size, width, stride, n_rows, batch, vectors, step, outs, out_step, zero)
+    for sequence in range(batch):
+        _finish(piece, table, sequence, at(outs + sequence * out_step, _ZERO))
 
 
 @compiled
@@ -356,10 +439,10 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
     table = at(shared.ctypes.data, _WORD)
     limit = read(table[LIMIT])
     start = limit - table[TOTAL]
-    hidden, max_rows = table[HIDDEN], table[MAX_ROWS]
-    scratch = table[SCRATCH] + thread * table[SCRATCH_BYTES]
-    normed, out = at(scratch, _ZERO), at(scratch + 4 * hidden, _ZERO)
-    spare = at(scratch + 4 * (hidden + max_rows), _ZERO)
+    hidden, batch = table[HIDDEN], table[BATCH]
+    normed = table[SCRATCH] + thread * table[SCRATCH_BYTES]
+    outs = normed + 4 * batch * hidden
+    spare = outs + 4 * batch * table[MAX_ROWS]
     eps, normed_for = at(table[NUMBERS], _ZERO)[EPS], -1
     while True:
         ticket = _take(table[TAKEN], limit)
@@ -367,25 +450,28 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
             break
         piece = at(table[PLAN] + 8 * ROW * (ticket - start), _WORD)
         _wait_reading(table[DONE], start + piece[NEED], piece, table[WEIGHT_BYTES])
-        op, vector = piece[OP], at(piece[SOURCE], _ZERO)
+        op, vectors, step = piece[OP], piece[SOURCE], piece[SOURCE_STEP]
         if piece[NORM]:
             # each thread for itself, once: shorter than waiting for another to do it
             if normed_for != piece[NEED]:
-                _norm(vector, hidden, piece[NORM], table[IS_LAYER_NORM], eps, normed)
+                for each in range(batch):
+                    source, target = at(vectors + each * step, _ZERO), at(normed + 4 * each * hidden, _ZERO)
+                    _norm(source, hidden, piece[NORM], table[IS_LAYER_NORM], eps, target)
                 normed_for = piece[NEED]
-            vector = normed
+            vectors, step = normed, 4 * hidden
         if op <= COLUMNS:
-            _product(piece, table, vector, out, weight_zero)
+            _product(piece, table, vectors, step, outs, weight_zero)
         elif op == GATED:
-            _gated(piece, table, vector, out, weight_zero)
+            _gated(piece, table, vectors, step, outs, weight_zero)
         elif op == PLACE:
-            _place(piece, table, spare, cache_zero)
+            _place(piece, table, at(spare, _ZERO), cache_zero)
         elif op == ATTEND:
             _attend(piece, table, spare, cache_zero)
         else:
-            target = at(piece[TARGET], _ZERO)
-            for k in range(hidden):
-                target[k] += vector[k]
+            for each in range(batch):
+                vector, target = at(vectors + each * step, _ZERO), at(piece[TARGET] + each * piece[TARGET_STEP], _ZERO)
+                for k in range(hidden):
+                    target[k] += vector[k]
         add(table[DONE], 1)
     if thread == 0:
         _wait(table[DONE], limit)

@@ -42,12 +42,12 @@ def side_by_side(decoder, make, ids, *, switch=(), atol=2e-5):
     """Logits of every token from both steps, each on its own cache; at `switch` they exchange caches."""
     ours, theirs = make(), make()
     steps = {id(cache): (numba(decoder, cache), fast.TorchStep(decoder, cache)) for cache in (ours, theirs)}
-    for i, token in enumerate(ids[0]):
+    for i, token in enumerate(ids.T):
         if i in switch:
             ours, theirs = theirs, ours
-        got, expected = steps[id(ours)][0].step(token[None]), steps[id(theirs)][1].step(token[None])
+        got, expected = steps[id(ours)][0].step(token), steps[id(theirs)][1].step(token)
         close(got, expected, atol)
-        assert got.argmax() == expected.argmax()
+        assert torch.equal(got.argmax(-1), expected.argmax(-1))
         same_memory(ours, theirs, atol)
 
 
@@ -55,6 +55,24 @@ def side_by_side(decoder, make, ids, *, switch=(), atol=2e-5):
 def test_every_family_is_the_reference_and_leaves_the_same_cache(family):
     decoder = from_hf(tiny_model(family))
     side_by_side(decoder, lambda: decoder.full_cache(LENGTH, bound_local=True), tiny_ids(LENGTH), switch=(7, 20))
+
+
+# fours and what is left of them
+@pytest.mark.parametrize("batch", [2, 4, 7, 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_row_of_a_batch_is_the_reference(family, batch):
+    decoder = from_hf(tiny_model(family))
+    side_by_side(decoder, lambda: decoder.full_cache(12, batch=batch, bound_local=True), tiny_ids(12, batch=batch))
+
+
+@pytest.mark.parametrize("positions", ["absolute", "cache"])
+def test_rolling_caches_of_a_batch_agree(positions):
+    decoder = from_hf(tiny_model("llama"))
+
+    def make():
+        return decoder.rolling_cache(5, n_sink=2, positions=positions, batch=5)
+
+    side_by_side(decoder, make, tiny_ids(LENGTH, batch=5), switch=(2, 11, 23))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -124,21 +142,22 @@ def test_random_decoders_agree(data):
     decoder = random_decoder(config)
     kind = draw(st.sampled_from(["full", "bound", "absolute"] + ["cache"] * (rotary is not None)))
     window, n_sink, n_threads = draw(st.integers(1, 12)), draw(st.integers(0, 4)), draw(st.integers(1, 3))
+    batch = draw(st.sampled_from([1, 1, 2, 5, 8]))
 
     def make():
         if kind in ("full", "bound"):
-            return decoder.full_cache(24, bound_local=kind == "bound")
-        return decoder.rolling_cache(window, n_sink=n_sink, positions=kind)
+            return decoder.full_cache(24, batch=batch, bound_local=kind == "bound")
+        return decoder.rolling_cache(window, n_sink=n_sink, positions=kind, batch=batch)
 
-    ours, theirs, ids = make(), make(), tiny_ids(24, seed=draw(st.integers(0, 99)))
+    ours, theirs, ids = make(), make(), tiny_ids(24, batch=batch, seed=draw(st.integers(0, 99)))
     step = numba(decoder, ours, n_threads=n_threads)
     n_prompt = draw(st.integers(0, 20))
     for cache in (ours, theirs):
         if n_prompt:
             decoder(ids[:, :n_prompt], cache=cache)
-    for token in ids[0, n_prompt:]:
+    for token in ids.T[n_prompt:]:
         # a narrow norm divides by what may be nearly nothing, and magnifies rounding
-        close(step.step(token[None]), decode(decoder, token[None], theirs), atol=1e-4)
+        close(step.step(token), decode(decoder, token, theirs), atol=1e-4)
     same_memory(ours, theirs, atol=1e-4)
 
 
@@ -167,8 +186,9 @@ def from_config(decoder, dtype):
     return made.to(dtype).eval().requires_grad_(False)
 
 
+@pytest.mark.parametrize("batch", [1, 6])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_weights_are_widened_and_nothing_else(family):
+def test_bfloat16_weights_are_widened_and_nothing_else(family, batch):
     low, high = in_bfloat16(from_hf(tiny_model(family)))
     if low.config.embedding_scale != 1:
         # a bfloat16 model's scale is rounded too
@@ -176,11 +196,11 @@ def test_bfloat16_weights_are_widened_and_nothing_else(family):
         high.embedding.weight.mul_(rounded / low.config.embedding_scale)
         if high.config.tied_head:
             high.logits = lambda x: torch.nn.functional.linear(x, low.embedding.weight.float())
-    shape, ids = low.config.cache_shape, tiny_ids(LENGTH)
-    ours, theirs = FullCache(shape, capacity=LENGTH), FullCache(shape, capacity=LENGTH)
+    shape, ids = low.config.cache_shape, tiny_ids(LENGTH, batch=batch)
+    ours, theirs = (FullCache(shape, capacity=LENGTH, batch=batch) for _ in range(2))
     step = numba(low, ours)
-    for token in ids[0]:
-        close(step.step(token[None]), decode(high, token[None], theirs), atol=5e-5)
+    for token in ids.T:
+        close(step.step(token), decode(high, token, theirs), atol=5e-5)
     same_memory(ours, theirs, atol=5e-5)
 
 
@@ -222,12 +242,12 @@ def test_bfloat16_rounding_is_torchs_in_every_case():
 
 @pytest.mark.parametrize("n_threads", [1, 2, 5])
 def test_threads_change_no_bit_and_end_with_the_step(n_threads):
-    decoder, ids = from_hf(tiny_model("gemma3_text")), tiny_ids(30)
+    decoder, ids = from_hf(tiny_model("gemma3_text")), tiny_ids(30, batch=5)
     before = threading.active_count()
-    alone, together = (numba(decoder, decoder.full_cache(30), n_threads=n) for n in (1, n_threads))
+    alone, together = (numba(decoder, decoder.full_cache(30, batch=5), n_threads=n) for n in (1, n_threads))
     assert threading.active_count() == before + n_threads - 1
-    for token in ids[0]:
-        assert torch.equal(alone.step(token[None]), together.step(token[None]))
+    for token in ids.T:
+        assert torch.equal(alone.step(token), together.step(token))
     workers = [thread for thread in threading.enumerate() if thread.name.startswith("kvprobe step")]
     del together
     for thread in workers:
@@ -267,16 +287,18 @@ def test_generated_tokens_do_not_depend_on_the_step(family, sampling):
 
 def test_the_step_is_chosen_and_says_why_not():
     decoder = rope_decoder()
-    one, two = decoder.full_cache(9), decoder.full_cache(9, batch=2)
-    chosen = fast.stepper(decoder, one)
-    assert (chosen.name, chosen.note) == ("numba", None)
-    assert chosen.start_up_s > 0
+    one, two, padded = decoder.full_cache(9), decoder.full_cache(9, batch=2), decoder.full_cache(9, batch=2)
+    padded.pads = torch.tensor([0, 1])
+    for cache in (one, two):
+        chosen = fast.stepper(decoder, cache)
+        assert (chosen.name, chosen.note) == ("numba", None)
+        assert chosen.start_up_s > 0
     plain = fast.stepper(decoder, one, kind="torch")
     assert (plain.name, plain.note, plain.start_up_s) == ("torch", None, 0.0)
     half = from_config(decoder, torch.float16)
     expected = {
         "attention is replaced": fast.stepper(decoder, one, attend=AttentionCall.attend),
-        "one row without padding, not a batch of 2": fast.stepper(decoder, two),
+        "rows of one length, without padding": fast.stepper(decoder, padded),
         "float32 or bfloat16, not float16": fast.stepper(
             half := from_config(decoder, torch.float16), half.full_cache(9)
         ),
@@ -284,8 +306,8 @@ def test_the_step_is_chosen_and_says_why_not():
     for words, step in expected.items():
         assert step.name == "torch"
         assert words in step.note
-    with pytest.raises(ValueError, match="the numba step cannot be used: it takes one row"):
-        fast.stepper(decoder, two, kind="numba")
+    with pytest.raises(ValueError, match="the numba step cannot be used: it takes rows of one length"):
+        fast.stepper(decoder, padded, kind="numba")
     with pytest.raises(ValueError, match="auto, numba or torch, got 'jit'"):
         fast.stepper(decoder, one, kind="jit")
 
@@ -338,10 +360,21 @@ def test_overflow_is_refused_before_anything_is_written(kind):
 def test_a_token_that_is_none_is_refused_before_anything_is_written(token):
     decoder = rope_decoder()
     cache = decoder.full_cache(5)
-    with pytest.raises(ValueError, match=f"one token id below 97 is expected, got .{token}"):
+    with pytest.raises(ValueError, match=f"one token id below 97 expected, got .{token}"):
         numba(decoder, cache).step(torch.tensor([token]))
     assert cache.length == 0
     numba(decoder, cache).step(torch.tensor([96]))
+    with pytest.raises(ValueError, match=r"2 token ids below 97 expected, got .5, "):
+        numba(decoder, decoder.full_cache(5, batch=2)).step(torch.tensor([5, token]))
+
+
+def test_padding_that_comes_after_the_step_was_made_is_refused_before_anything_is_written():
+    decoder = rope_decoder()
+    cache = decoder.full_cache(9, batch=2)
+    step = numba(decoder, cache)
+    with pytest.raises(ValueError, match="without padding: use the torch step"):
+        generate(decoder, [[1, 2, 3], [4]], max_new_tokens=2, cache=cache, stepper=step)
+    assert cache.length == 3
 
 
 def test_logits_given_before_stay_as_they_were():
