@@ -217,31 +217,32 @@ def _mix(
 ) -> None:  # fmt: skip
     """``out[c] = sum over r of vector[r] * matrix[r, c]`` of the first ``width`` columns, rows ``stride`` apart.
 
-    Of ``batch`` vectors, four rows at a time, so that each row is read from memory once.
+    Of ``batch`` vectors, eight rows at a time, so that each row is read from memory once; one from each eighth, as in
+    :func:`_dots`. (GPT-2 124M, medians in turns: 26.0 ms a step so, 27.6 by four neighbours, 28.4 by four from the quarters.)
     """
     for each in range(batch):
         out = at(outs + each * out_step, _ZERO)
         for c in range(width):
             out[c] = _ZERO
-    row, next_row = 0, stride * size
-    while row + 4 <= n_rows:
-        w0 = at(matrix + row * next_row, zero)
-        w1 = at(matrix + (row + 1) * next_row, zero)
-        w2 = at(matrix + (row + 2) * next_row, zero)
-        w3 = at(matrix + (row + 3) * next_row, zero)
+    eighth, line = n_rows // 8, stride * size
+    for r in range(eighth):
+        w0, w1 = at(matrix + r * line, zero), at(matrix + (eighth + r) * line, zero)
+        w2, w3 = at(matrix + (2 * eighth + r) * line, zero), at(matrix + (3 * eighth + r) * line, zero)
+        w4, w5 = at(matrix + (4 * eighth + r) * line, zero), at(matrix + (5 * eighth + r) * line, zero)
+        w6, w7 = at(matrix + (6 * eighth + r) * line, zero), at(matrix + (7 * eighth + r) * line, zero)
         for each in range(batch):
-            vector, out = at(vectors + each * step, _ZERO), at(outs + each * out_step, _ZERO)
-            x0, x1, x2, x3 = vector[row], vector[row + 1], vector[row + 2], vector[row + 3]
+            vector, out = at(vectors + each * step + 4 * r, _ZERO), at(outs + each * out_step, _ZERO)
+            x0, x1, x2, x3 = vector[0], vector[eighth], vector[2 * eighth], vector[3 * eighth]
+            x4, x5, x6, x7 = vector[4 * eighth], vector[5 * eighth], vector[6 * eighth], vector[7 * eighth]
             for c in range(width):
-                out[c] += x0 * wide(w0[c]) + x1 * wide(w1[c]) + x2 * wide(w2[c]) + x3 * wide(w3[c])
-        row += 4
-    while row < n_rows:
-        w0 = at(matrix + row * next_row, zero)
+                upper = x0 * wide(w0[c]) + x1 * wide(w1[c]) + x2 * wide(w2[c]) + x3 * wide(w3[c])
+                out[c] += upper + x4 * wide(w4[c]) + x5 * wide(w5[c]) + x6 * wide(w6[c]) + x7 * wide(w7[c])
+    for r in range(8 * eighth, n_rows):
+        w0 = at(matrix + r * line, zero)
         for each in range(batch):
-            x0, out = at(vectors + each * step, _ZERO)[row], at(outs + each * out_step, _ZERO)
+            x0, out = at(vectors + each * step, _ZERO)[r], at(outs + each * out_step, _ZERO)
             for c in range(width):
                 out[c] += x0 * wide(w0[c])
-        row += 1
 
 
 @compiled_for_numbers
