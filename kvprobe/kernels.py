@@ -218,7 +218,7 @@ def _mix(
     """``out[c] = sum over r of vector[r] * matrix[r, c]`` of the first ``width`` columns, rows ``stride`` apart.
 
     Of ``batch`` vectors, eight rows at a time, so that each row is read from memory once; one from each eighth, as in
-    :func:`_dots`. (GPT-2 124M, medians in turns: 26.0 ms a step so, 27.6 by four neighbours, 28.4 by four from the quarters.)
+    :func:`_dots`. (GPT-2 124M, medians in turns: 26.0 ms a step so, 27.6 by four neighbours, 28.4 by four quarters.)
     """
     for each in range(batch):
         out = at(outs + each * out_step, _ZERO)
