@@ -156,6 +156,7 @@ def _llama_cpp(gguf: str, ids: Tensor, n_new: int) -> Run:
     except ImportError as error:
         raise KvprobeError("llama.cpp cannot be timed: the package llama_cpp is not installed here") from error
     n_threads, prompt = torch.get_num_threads(), ids[0].tolist()
+    # its cache stays what it is by default, float16, which is half the bytes of ours in float32
     llama = Llama(
         gguf, n_ctx=len(prompt) + n_new, n_batch=len(prompt), n_threads=n_threads, n_threads_batch=n_threads,
         verbose=False,
