@@ -163,6 +163,34 @@ def test_trust_is_for_weights_that_were_trained_and_the_right_tokenizer(shaped, 
     assert found.because.startswith("its merges.txt has the SHA-1")
 
 
+def test_training_is_compared_where_it_was_run_whole(tmp_path):
+    bench = reproduce.Bench(model="gpt2", text="", quick=True, progress=silent, results=tmp_path)
+    with pytest.raises(KvprobeError, match=r"hours of training: python -m analyses\.gqa"):
+        bench.gqa()
+    means = {8: 1.6, 4: 1.511, 2: 1.4, 1: 1.66}
+    summary = [{"n_kv_heads": n, "mean": mean} for n, mean in means.items()]
+    run = {"protocol": "the published protocol", "missing": [], "summary": summary}
+    Result("gqa", summary, run).save(tmp_path / "gqa")
+    rows = bench.gqa()
+    claims = {claim.what: claim for claim in reproduce.claims() if (claim.block, claim.field) == ("gqa", "mean")}
+    verdicts = {what: claim.agrees(claim.find(rows)) for what, claim in claims.items()}
+    assert len(verdicts) == 8
+    # 1.4 is 0.11 below one run and just 0.1 below the other
+    differing = {what for what, agrees in verdicts.items() if not agrees}
+    assert differing == {
+        "best loss, 2 KV heads",
+        "best loss, 1 KV heads",
+        "best loss, 1 KV heads, another run",
+    }
+    for change, words in (
+        ({"missing": ["8 KV heads, seed 2"]}, "not finished: 8 KV heads, seed 2"),
+        ({"protocol": "a smaller one"}, "not of the published protocol"),
+    ):
+        Result("gqa", summary, run | change).save(tmp_path / "gqa")
+        with pytest.raises(KvprobeError, match=words):
+            bench.gqa()
+
+
 def test_what_needs_no_weights_agrees_and_the_rest_says_why_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # what Hugging Face's caches hold is not published, and takes forwards of 124 million weights
