@@ -25,8 +25,8 @@ PIECE_BYTES = 384 * 1024
 class NumbaStep:
     """The whole decode step compiled, float32 between weights and cache of float32 or bfloat16. On a CPU.
 
-    As many threads as torch has, and the batch of the cache, without padding. The logits are float32. Beyond the
-    decoder and the cache it holds the plan, some vectors a row and, a thread, scratch for one head's scores. See
+    As many threads as torch has, and the batch of the cache. The logits are float32. Beyond the decoder and the cache
+    it holds the plan, some vectors a row and, a thread, scratch for one head's scores. See
     :func:`kvprobe.fast.stepper`.
     """
 
@@ -49,8 +49,6 @@ class NumbaStep:
     def step(self, token: Tensor) -> Tensor:
         """As :class:`kvprobe.fast.Stepper` says; ``[batch, vocab]`` in float32."""
         decoder, cache, table = self._decoder, self._cache, self._table
-        if cache.pads is not None:
-            raise ValueError("the numba step takes rows of one length, without padding: use the torch step")
         vocab = decoder.config.vocab
         if token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:
             count = "one token id" if cache.batch == 1 else f"{cache.batch} token ids"
@@ -58,8 +56,7 @@ class NumbaStep:
         length = cache.length
         decoder.check_length(length + 1, cache)
         cache.begin(cache.batch, 1)
-        position = int(cache.positions(1))
-        self._plan.enter(token, position)
+        self._plan.enter(token, cache)
         table[k.LENGTH] = length
         table[k.LAG] = self._plan.turn_sinks(cache)
         self._team.run()
@@ -83,7 +80,8 @@ class _Plan:
         self.x, self.qkv, self.added = (self._rows(n) for n in (config.hidden, width, config.hidden))
         self.mixed, self.gated = self._rows(config.n_heads * config.head_dim), self._rows(config.mlp_width)
         self.logits = self._rows(config.vocab)
-        # of each kind of layer: cosines and sines of the token's position, and of the sinks' lag
+        self.pads = arena.words(batch)
+        # of each kind of layer: cosines and sines of each row's position, and of the sinks' lag
         self.ropes: dict[Rotary, Tensor] = {}
         self.angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
         for layer in range(config.n_layers):
@@ -91,8 +89,8 @@ class _Plan:
             if rotary is not None and rope is not None and rotary not in self.ropes:
                 self.ropes[rotary] = rope.inv_freq
                 self.angles[rotary] = (
-                    arena.floats(config.head_dim).reshape(2, -1),
-                    arena.floats(config.head_dim).reshape(2, -1),
+                    self._rows(config.head_dim).reshape(batch, 2, -1),
+                    arena.floats(config.head_dim).reshape(1, 2, -1),
                 )
         layers = arena.words(config.n_layers * k.LAYER_ROW).reshape(config.n_layers, k.LAYER_ROW)
         for layer, block in enumerate(decoder.blocks):
@@ -133,21 +131,24 @@ class _Plan:
             k.QKV: self.qkv.data_ptr(),
             k.MAX_ROWS: max_rows,
             k.BATCH: batch,
+            k.PADS: self.pads.ctypes.data,
         }
         self.table = arena.words(k.TABLE)
         for place, value in given.items():
             self.table[place] = value
 
-    def enter(self, token: Tensor, position: int) -> None:
-        """The embeddings of ``token`` ``[batch]``, and the angles of ``position``: as the decoder makes them."""
+    def enter(self, token: Tensor, cache: KVCache) -> None:
+        """The embeddings of ``token`` ``[batch]``, and the angles of their positions: as the decoder makes them."""
         config, decoder = self.config, self.decoder
+        positions = cache.positions(1).expand(self.batch, 1)[:, 0]
+        self.pads[:] = 0 if cache.pads is None else cache.pads.numpy()
         self.x.copy_(decoder.embedding.weight[token])
         if config.embedding_scale != 1:
             self.x *= torch.tensor(config.embedding_scale, dtype=decoder.embedding.weight.dtype).item()
         if config.rotary is None:
-            self.x += decoder.position.weight[position]
+            self.x += decoder.position.weight[positions]
         for rotary, (angles, _) in self.angles.items():
-            self._angles(angles, rotary, position, rotary.scale)
+            self._angles(angles, rotary, positions, rotary.scale)
 
     def turn_sinks(self, cache: KVCache) -> int:
         """How far a rolling cache with cache positions must turn its sinks before they are read; 0 for the others."""
@@ -157,13 +158,13 @@ class _Plan:
         lag = cache._lag(1)[0]
         if lag:
             for rotary, (_, angles) in self.angles.items():
-                self._angles(angles, rotary, lag, 1.0)
+                self._angles(angles, rotary, torch.tensor([lag]), 1.0)
         return lag
 
-    def _angles(self, into: Tensor, rotary: Rotary, position: int, scale: float) -> None:
-        angle = self.ropes[rotary] * float(position)
-        torch.cos(angle, out=into[0])
-        torch.sin(angle, out=into[1])
+    def _angles(self, into: Tensor, rotary: Rotary, positions: Tensor, scale: float) -> None:
+        angle = positions[:, None].float() * self.ropes[rotary]
+        torch.cos(angle, out=into[:, 0])
+        torch.sin(angle, out=into[:, 1])
         if scale != 1:
             into *= scale
 

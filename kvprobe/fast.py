@@ -113,8 +113,6 @@ def obstacle(decoder: Decoder, cache: KVCache, attend: Attend | None = None) -> 
     plain = (torch.float32, torch.bfloat16)
     if attend is not None:
         return "attention is replaced"
-    if cache.pads is not None:
-        return "it takes rows of one length, without padding"
     if type(cache) not in (FullCache, RollingCache):
         return f"it does not know the cache {type(cache).__name__}"
     if any(parameter.device.type != "cpu" for parameter in decoder.parameters()) or cache.keys[0].device.type != "cpu":

@@ -43,9 +43,9 @@ STORE, ADD, GELU, SILU, CAP = range(5)
 # What all pieces share: int64 [TABLE], addresses and numbers.
 (
     PLAN, TOTAL, TAKEN, DONE, LIMIT, SCRATCH, SCRATCH_BYTES, WEIGHT_BYTES, CACHE_BYTES, IS_LAYER_NORM, HIDDEN, N_HEADS,
-    N_KV_HEADS, HEAD_DIM, N_SINK, LAYERS, NUMBERS, LENGTH, LAG, QKV, MAX_ROWS, BATCH, TABLE,
-) = range(23)  # fmt: skip
-# One layer: int64 [LAYER_ROW]. `ANGLES` and `LAG_ANGLES`: float32 [2, head_dim / 2], cosines and sines.
+    N_KV_HEADS, HEAD_DIM, N_SINK, LAYERS, NUMBERS, LENGTH, LAG, QKV, MAX_ROWS, BATCH, PADS, TABLE,
+) = range(24)  # fmt: skip
+# One layer: int64 [LAYER_ROW]. `ANGLES`: float32 [batch, 2, head_dim / 2], cosines and sines; `LAG_ANGLES`: of one.
 KEYS, VALUES, MADE, SLOTS, LOCAL, ROTARY, ANGLES, LAG_ANGLES, QUERY_NORM, KEY_NORM, SCALE, LAYER_ROW = range(12)
 # float32 [2]: the norms' epsilon and the bound of the logits
 EPS, SOFTCAP = range(2)
@@ -61,6 +61,7 @@ _LOG2_E, _LN2_HIGH, _LN2_LOW = _F(1.4426950408889634), _F(0.693359375), _F(-2.12
 _GELU_A, _GELU_B = _F(0.7978845608028654), _F(0.044715)
 _ZERO, _HALF, _ONE, _TWO = _F(0), _F(0.5), _F(1), _F(2)
 _LOWEST, _HIGHEST = _F(-87.3), _F(88.0)
+_HIDDEN = _F(-np.inf)
 _WORD = np.int64(0)
 
 
@@ -353,7 +354,7 @@ def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
     if layer[KEY_NORM]:
         _norm(key, head_dim, layer[KEY_NORM], table[IS_LAYER_NORM], eps, key)
     if layer[ROTARY]:
-        _turn(key, head_dim, layer[ROTARY], layer[ANGLES])
+        _turn(key, head_dim, layer[ROTARY], layer[ANGLES] + 4 * head_dim * piece[SEQUENCE])
     slot = _slot(length, n_sink, slots)
     offset = (place * slots + slot) * head_dim * size
     keys, values = at(layer[KEYS] + offset, zero), at(layer[VALUES] + offset, zero)
@@ -386,11 +387,15 @@ def _attend(piece: Any, table: Any, spare: int, zero: Any) -> None:
     if layer[QUERY_NORM]:
         _norm(query, head_dim, layer[QUERY_NORM], table[IS_LAYER_NORM], eps, query)
     if layer[ROTARY]:
-        _turn(query, head_dim, layer[ROTARY], layer[ANGLES])
+        _turn(query, head_dim, layer[ROTARY], layer[ANGLES] + 4 * head_dim * piece[SEQUENCE])
     used, first = min(length + 1, slots), 0
     if n_local > 0:
         # a ring no longer than the local window holds nothing too old; then only sinks can be
         first = max(0, min(length + 1 - n_local, n_sink if slots - n_sink <= n_local else length))
+    # left padding is never seen: the first slots, as long as the cache holds every token
+    pad = at(table[PADS], _WORD)[piece[SEQUENCE]]
+    if length < slots:
+        first = max(first, pad)
     count = used - first
     place = piece[SEQUENCE] * table[N_KV_HEADS] + q_head * table[N_KV_HEADS] // table[N_HEADS]
     offset, scores = (place * slots + first) * head_dim * size, at(spare, _ZERO)
@@ -398,6 +403,10 @@ def _attend(piece: Any, table: Any, spare: int, zero: Any) -> None:
     scale = at(table[LAYERS] + 8 * (LAYER_ROW * piece[LAYER] + SCALE), _ZERO)[0]
     for k in range(count):
         scores[k] *= scale
+    if length >= slots:
+        # later it is somewhere in the ring, until it is overwritten
+        for index in range(length + 1 - slots, pad):
+            scores[index % slots] = _HIDDEN
     highest, total = _highest(scores, count), _ZERO
     for k in range(count):
         scores[k] = _exp(scores[k] - highest)

@@ -287,8 +287,8 @@ def test_generated_tokens_do_not_depend_on_the_step(family, sampling):
 
 def test_the_step_is_chosen_and_says_why_not():
     decoder = rope_decoder()
-    one, two, padded = decoder.full_cache(9), decoder.full_cache(9, batch=2), decoder.full_cache(9, batch=2)
-    padded.pads = torch.tensor([0, 1])
+    one, two = decoder.full_cache(9), decoder.full_cache(9, batch=2)
+    two.pads = torch.tensor([0, 1])
     for cache in (one, two):
         chosen = fast.stepper(decoder, cache)
         assert (chosen.name, chosen.note) == ("numba", None)
@@ -298,7 +298,6 @@ def test_the_step_is_chosen_and_says_why_not():
     half = from_config(decoder, torch.float16)
     expected = {
         "attention is replaced": fast.stepper(decoder, one, attend=AttentionCall.attend),
-        "rows of one length, without padding": fast.stepper(decoder, padded),
         "float32 or bfloat16, not float16": fast.stepper(
             half := from_config(decoder, torch.float16), half.full_cache(9)
         ),
@@ -306,8 +305,8 @@ def test_the_step_is_chosen_and_says_why_not():
     for words, step in expected.items():
         assert step.name == "torch"
         assert words in step.note
-    with pytest.raises(ValueError, match="the numba step cannot be used: it takes rows of one length"):
-        fast.stepper(decoder, padded, kind="numba")
+    with pytest.raises(ValueError, match="the numba step cannot be used: it reads float32"):
+        fast.stepper(half, half.full_cache(9), kind="numba")
     with pytest.raises(ValueError, match="auto, numba or torch, got 'jit'"):
         fast.stepper(decoder, one, kind="jit")
 
@@ -368,13 +367,37 @@ def test_a_token_that_is_none_is_refused_before_anything_is_written(token):
         numba(decoder, decoder.full_cache(5, batch=2)).step(torch.tensor([5, token]))
 
 
-def test_padding_that_comes_after_the_step_was_made_is_refused_before_anything_is_written():
-    decoder = rope_decoder()
-    cache = decoder.full_cache(9, batch=2)
-    step = numba(decoder, cache)
-    with pytest.raises(ValueError, match="without padding: use the torch step"):
-        generate(decoder, [[1, 2, 3], [4]], max_new_tokens=2, cache=cache, stepper=step)
-    assert cache.length == 3
+# two caches: all slots, and the model's own local layers as rings that wrap over the padding and then forget it
+@pytest.mark.parametrize("bound_local", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padding_is_never_seen_and_shifts_positions(family, bound_local):
+    decoder, ids, pads = from_hf(tiny_model(family)), tiny_ids(LENGTH, batch=3), torch.tensor([11, 0, 3])
+    ours, theirs = (decoder.full_cache(LENGTH, batch=3, bound_local=bound_local) for _ in range(2))
+    for cache in (ours, theirs):
+        cache.pads = pads
+        prefill(decoder, ids[:, :12], cache)
+    step = numba(decoder, ours)
+    for token in ids.T[12:]:
+        close(step.step(token), decode(decoder, token, theirs))
+    same_memory(ours, theirs)
+    # and each row as if it were alone
+    alone = decoder.full_cache(LENGTH)
+    prefill(decoder, ids[:1, 11:12], alone)
+    for token in ids[:1, 12:].T:
+        expected = decode(decoder, token, alone)
+    ours.reset()
+    ours.pads = pads
+    prefill(decoder, ids[:, :12], ours)
+    for token in ids.T[12:]:
+        got = step.step(token)
+    close(got[:1], expected)
+
+
+def test_prompts_of_any_length_decode_as_in_torch():
+    decoder = from_hf(tiny_model("llama"))
+    prompts = [[5, 6, 7, 8, 9, 10], [11], [12, 13, 14]]
+    ours, theirs = (generate(decoder, prompts, max_new_tokens=30, step=step) for step in ("numba", "torch"))
+    assert ours.token_ids == theirs.token_ids
 
 
 def test_logits_given_before_stay_as_they_were():
