@@ -5,7 +5,7 @@ with the norms' offset added. A step is therefore of the weights as they were wh
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,16 @@ from kvprobe.team import Arena, Team
 
 # What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads waiting at a phase's end.
 PIECE_BYTES = 384 * 1024
+# Into how many pieces attention is cut at least, by parts of the slots where there are fewer key/value heads: not by
+# the number of threads, since results do not depend on it.
+ATTENTION_PIECES = 24
 
 
 class NumbaStep:
     """The whole decode step compiled, float32 between weights and cache of float32 or bfloat16. On a CPU.
 
     As many threads as torch has, and the batch of the cache. The logits are float32. Beyond the decoder and the cache
-    it holds the plan, some vectors a row and, a thread, scratch for one head's scores. See
+    it holds the plan, some vectors a row and, a thread, scratch for the scores of one part. See
     :func:`kvprobe.fast.stepper`.
     """
 
@@ -81,6 +84,11 @@ class _Plan:
         self.mixed, self.gated = self._rows(config.n_heads * config.head_dim), self._rows(config.mlp_width)
         self.logits = self._rows(config.vocab)
         self.pads = arena.words(batch)
+        slots = max(keys.shape[2] for keys in cache.keys)
+        self.parts = -(-ATTENTION_PIECES // (batch * config.n_kv_heads))
+        partial = arena.floats(batch * config.n_heads * self.parts * (config.head_dim + 2))
+        # one more: parts of a number of slots that they do not divide are not alike
+        part_slots = slots // self.parts + 1
         # of each kind of layer: cosines and sines of each row's position, and of the sinks' lag
         self.ropes: dict[Rotary, Tensor] = {}
         self.angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
@@ -106,9 +114,9 @@ class _Plan:
         arena.kept += [plan, layers]
         numbers = arena.vector(torch.tensor([config.norm_eps, config.final_softcap or 0.0]))
         max_rows = int((plan[:, k.LAST] - plan[:, k.FIRST]).max())
-        slots = max(keys.shape[2] for keys in cache.keys)
+        scores = config.n_heads // config.n_kv_heads * part_slots
         # each thread's own cache lines
-        scratch = 64 * -(-4 * (batch * (config.hidden + max_rows) + max(slots, config.head_dim) + 16) // 64)
+        scratch = 64 * -(-4 * (batch * (config.hidden + max_rows) + max(scores, config.head_dim) + 16) // 64)
         counters = arena.words(24)
         given = {
             k.PLAN: plan.ctypes.data,
@@ -132,6 +140,9 @@ class _Plan:
             k.MAX_ROWS: max_rows,
             k.BATCH: batch,
             k.PADS: self.pads.ctypes.data,
+            k.PARTS: self.parts,
+            k.PART_SLOTS: part_slots,
+            k.PARTIAL: partial.data_ptr(),
         }
         self.table = arena.words(k.TABLE)
         for place, value in given.items():
@@ -175,8 +186,9 @@ class _Plan:
         for module, start in zip(heads, self._starts(), strict=True):
             parts.append((module, self.qkv[:, start:]))
         self._phase(parts, source=self.x, norm=block.attention_norm)
-        self._heads(k.PLACE, layer, config.n_kv_heads)
-        self._heads(k.ATTEND, layer, config.n_heads, target=self.mixed)
+        self._heads(k.PLACE, layer)
+        self._heads(k.ATTEND, layer, parts=self.parts)
+        self._heads(k.MERGE, layer, target=self.mixed)
         self._add(attention.out, self.mixed, block.attention_post_norm)
         if config.activation == "gelu_tanh":
             self._phase([(mlp.up, self.gated)], source=self.x, norm=block.mlp_norm, mode=k.GELU)
@@ -201,11 +213,12 @@ class _Plan:
         need, norm = len(self.pieces), self._norm(post_norm)
         self._piece(need, k.ADD_NORMED, 0, 1, source=self.added, target=self.x, norm=norm)
 
-    def _heads(self, op: int, layer: int, n_heads: int, target: Tensor | None = None) -> None:
+    def _heads(self, op: int, layer: int, *, parts: int = 1, target: Tensor | None = None) -> None:
+        """A piece for each row, key/value head and part of its slots."""
         need = len(self.pieces)
-        for sequence in range(self.batch):
-            for head in range(n_heads):
-                self._piece(need, op, head, head + 1, layer=layer, source=self.qkv, target=target, sequence=sequence)
+        for sequence, head, part in product(range(self.batch), range(self.config.n_kv_heads), range(parts)):
+            others = {"layer": layer, "sequence": sequence, "part": part}
+            self._piece(need, op, head, head + 1, source=self.qkv, target=target, **others)
 
     def _phase(
         self,

@@ -33,18 +33,19 @@ from kvprobe.machine import (
 # whose vectors are `SOURCE_STEP` and `TARGET_STEP` bytes apart; one head's piece is of `SEQUENCE` alone.
 (
     NEED, OP, FIRST, LAST, MATRIX, SECOND, WIDTH, STRIDE, SOURCE, TARGET, NORM, BIAS, MODE, LAYER, SOURCE_STEP,
-    TARGET_STEP, SEQUENCE, ROW,
-) = range(18)  # fmt: skip
-# what OP may be: rows or columns of a matrix, the gated pair of them, one key/value head into the cache, one query
-# head's attention, the norm of what is added
-ROWS, COLUMNS, GATED, PLACE, ATTEND, ADD_NORMED = range(6)
+    TARGET_STEP, SEQUENCE, PART, ROW,
+) = range(19)  # fmt: skip
+# what OP may be: rows or columns of a matrix, the gated pair of them, one key/value head into the cache, attention of
+# the query heads that share it to a part of its slots, what comes of all parts, the norm of what is added
+ROWS, COLUMNS, GATED, PLACE, ATTEND, MERGE, ADD_NORMED = range(7)
 # what MODE may be: how ROWS and COLUMNS end (or, for GATED, which activation)
 STORE, ADD, GELU, SILU, CAP = range(5)
 # What all pieces share: int64 [TABLE], addresses and numbers.
 (
     PLAN, TOTAL, TAKEN, DONE, LIMIT, SCRATCH, SCRATCH_BYTES, WEIGHT_BYTES, CACHE_BYTES, IS_LAYER_NORM, HIDDEN, N_HEADS,
-    N_KV_HEADS, HEAD_DIM, N_SINK, LAYERS, NUMBERS, LENGTH, LAG, QKV, MAX_ROWS, BATCH, PADS, TABLE,
-) = range(24)  # fmt: skip
+    N_KV_HEADS, HEAD_DIM, N_SINK, LAYERS, NUMBERS, LENGTH, LAG, QKV, MAX_ROWS, BATCH, PADS, PARTS, PART_SLOTS,
+    PARTIAL, TABLE,
+) = range(27)  # fmt: skip
 # One layer: int64 [LAYER_ROW]. `ANGLES`: float32 [batch, 2, head_dim / 2], cosines and sines; `LAG_ANGLES`: of one.
 KEYS, VALUES, MADE, SLOTS, LOCAL, ROTARY, ANGLES, LAG_ANGLES, QUERY_NORM, KEY_NORM, SCALE, LAYER_ROW = range(12)
 # float32 [2]: the norms' epsilon and the bound of the logits
@@ -341,7 +342,10 @@ def _slot(length: int, n_sink: int, slots: int) -> int:
 
 @compiled
 def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
-    """One head's new key, normed and turned, and its value into their slot; the sinks turned to where they are seen."""
+    """One head's new key, normed and turned, and its value into their slot; the sinks turned to where they are seen.
+
+    The queries that read it are normed, turned and scaled too, for the pieces that follow.
+    """
     layer = at(table[LAYERS] + 8 * LAYER_ROW * piece[LAYER], _WORD)
     head_dim, size, n_sink, length = table[HEAD_DIM], table[CACHE_BYTES], table[N_SINK], table[LENGTH]
     eps = at(table[NUMBERS], _ZERO)[EPS]
@@ -350,11 +354,21 @@ def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
     key = at(qkv + 4 * head_dim * (table[N_HEADS] + kv_head), _ZERO)
     value = at(qkv + 4 * head_dim * (table[N_HEADS] + table[N_KV_HEADS] + kv_head), _ZERO)
     # the head's place in buffers of [batch, n_kv_heads, ...]
-    place = piece[SEQUENCE] * table[N_KV_HEADS] + kv_head
+    place, angles = piece[SEQUENCE] * table[N_KV_HEADS] + kv_head, layer[ANGLES] + 4 * head_dim * piece[SEQUENCE]
     if layer[KEY_NORM]:
         _norm(key, head_dim, layer[KEY_NORM], table[IS_LAYER_NORM], eps, key)
     if layer[ROTARY]:
-        _turn(key, head_dim, layer[ROTARY], layer[ANGLES] + 4 * head_dim * piece[SEQUENCE])
+        _turn(key, head_dim, layer[ROTARY], angles)
+    group = table[N_HEADS] // table[N_KV_HEADS]
+    scale = at(table[LAYERS] + 8 * (LAYER_ROW * piece[LAYER] + SCALE), _ZERO)[0]
+    for each in range(group):
+        query = at(qkv + 4 * head_dim * (kv_head * group + each), _ZERO)
+        if layer[QUERY_NORM]:
+            _norm(query, head_dim, layer[QUERY_NORM], table[IS_LAYER_NORM], eps, query)
+        if layer[ROTARY]:
+            _turn(query, head_dim, layer[ROTARY], angles)
+        for d in range(head_dim):
+            query[d] *= scale
     slot = _slot(length, n_sink, slots)
     offset = (place * slots + slot) * head_dim * size
     keys, values = at(layer[KEYS] + offset, zero), at(layer[VALUES] + offset, zero)
@@ -377,17 +391,15 @@ def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
 
 
 @compiled
-def _attend(piece: Any, table: Any, spare: int, zero: Any) -> None:
-    """One query head of one sequence over the filled, visible slots of its key/value head."""
+def _attend(piece: Any, table: Any, scores: int, zero: Any) -> None:
+    """The query heads of one key/value head over a part of its filled, visible slots, which are read once for all.
+
+    Left for :func:`_merge`, of each head: the values mixed by exp(score - highest), the highest, and the sum of these
+    weights (as in Dao et al., 2023, "Flash-Decoding for long-context inference").
+    """
     layer = at(table[LAYERS] + 8 * LAYER_ROW * piece[LAYER], _WORD)
     head_dim, size, n_sink, length = table[HEAD_DIM], table[CACHE_BYTES], table[N_SINK], table[LENGTH]
-    slots, n_local, q_head = layer[SLOTS], layer[LOCAL], piece[FIRST]
-    eps = at(table[NUMBERS], _ZERO)[EPS]
-    query = at(table[QKV] + piece[SEQUENCE] * piece[SOURCE_STEP] + 4 * head_dim * q_head, _ZERO)
-    if layer[QUERY_NORM]:
-        _norm(query, head_dim, layer[QUERY_NORM], table[IS_LAYER_NORM], eps, query)
-    if layer[ROTARY]:
-        _turn(query, head_dim, layer[ROTARY], layer[ANGLES] + 4 * head_dim * piece[SEQUENCE])
+    slots, n_local, kv_head, parts = layer[SLOTS], layer[LOCAL], piece[FIRST], table[PARTS]
     used, first = min(length + 1, slots), 0
     if n_local > 0:
         # a ring no longer than the local window holds nothing too old; then only sinks can be
@@ -396,26 +408,57 @@ def _attend(piece: Any, table: Any, spare: int, zero: Any) -> None:
     pad = at(table[PADS], _WORD)[piece[SEQUENCE]]
     if length < slots:
         first = max(first, pad)
-    count = used - first
-    place = piece[SEQUENCE] * table[N_KV_HEADS] + q_head * table[N_KV_HEADS] // table[N_HEADS]
-    offset, scores = (place * slots + first) * head_dim * size, at(spare, _ZERO)
-    _dots(layer[KEYS] + offset, size, count, head_dim, query, scores, zero)
-    scale = at(table[LAYERS] + 8 * (LAYER_ROW * piece[LAYER] + SCALE), _ZERO)[0]
-    for k in range(count):
-        scores[k] *= scale
+    start = first + (used - first) * piece[PART] // parts
+    count = first + (used - first) * (piece[PART] + 1) // parts - start
+    offset = ((piece[SEQUENCE] * table[N_KV_HEADS] + kv_head) * slots + start) * head_dim * size
+    group, step = table[N_HEADS] // table[N_KV_HEADS], 4 * table[PART_SLOTS]
+    queries = table[QKV] + piece[SEQUENCE] * piece[SOURCE_STEP] + 4 * head_dim * kv_head * group
+    _dots_of_all(layer[KEYS] + offset, size, count, head_dim, group, queries, 4 * head_dim, scores, step, zero)
     if length >= slots:
-        # later it is somewhere in the ring, until it is overwritten
+        # later the padding is somewhere in the ring, until it is overwritten
         for index in range(length + 1 - slots, pad):
-            scores[index % slots] = _HIDDEN
-    highest, total = _highest(scores, count), _ZERO
-    for k in range(count):
-        scores[k] = _exp(scores[k] - highest)
-        total += scores[k]
-    target = piece[TARGET] + piece[SEQUENCE] * piece[TARGET_STEP] + 4 * head_dim * q_head
-    output = at(target, _ZERO)
-    _mix(layer[VALUES] + offset, size, count, head_dim, head_dim, 1, spare, 0, target, 0, zero)
-    for d in range(head_dim):
-        output[d] /= total
+            if start <= index % slots < start + count:
+                for each in range(group):
+                    at(scores + each * step, _ZERO)[index % slots - start] = _HIDDEN
+    partial, next_head = _partial(table, piece[SEQUENCE], kv_head * group, piece[PART]), 4 * (head_dim + 2) * parts
+    for each in range(group):
+        mine, left = at(scores + each * step, _ZERO), at(partial + each * next_head + 4 * head_dim, _ZERO)
+        highest, total = _highest(mine, count) if count else _HIDDEN, _ZERO
+        for k in range(count):
+            # where all is hidden there is no highest
+            mine[k] = _exp(mine[k] - highest) if highest != _HIDDEN else _ZERO
+            total += mine[k]
+        left[0], left[1] = highest, total
+    _mix(layer[VALUES] + offset, size, count, head_dim, head_dim, group, scores, step, partial, next_head, zero)
+
+
+@compiled
+def _partial(table: Any, sequence: int, head: int, part: int) -> int:
+    """Where a head's part is kept: float32 [batch, n_heads, parts, head_dim + 2]."""
+    place = (sequence * table[N_HEADS] + head) * table[PARTS] + part
+    return table[PARTIAL] + 4 * (table[HEAD_DIM] + 2) * place
+
+
+@compiled
+def _merge(piece: Any, table: Any) -> None:
+    """The attention of the query heads of one key/value head, from all parts of the softmax."""
+    head_dim, parts, group = table[HEAD_DIM], table[PARTS], table[N_HEADS] // table[N_KV_HEADS]
+    for head in range(piece[FIRST] * group, (piece[FIRST] + 1) * group):
+        output = at(piece[TARGET] + piece[SEQUENCE] * piece[TARGET_STEP] + 4 * head_dim * head, _ZERO)
+        highest, total = _HIDDEN, _ZERO
+        for part in range(parts):
+            its = at(_partial(table, piece[SEQUENCE], head, part), _ZERO)[head_dim]
+            highest = its if its > highest else highest
+        for d in range(head_dim):
+            output[d] = _ZERO
+        for part in range(parts):
+            left = at(_partial(table, piece[SEQUENCE], head, part), _ZERO)
+            weight = _exp(left[head_dim] - highest)
+            total += weight * left[head_dim + 1]
+            for d in range(head_dim):
+                output[d] += weight * left[d]
+        for d in range(head_dim):
+            output[d] /= total
 
 
 @compiled
@@ -477,6 +520,8 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
             _place(piece, table, at(spare, _ZERO), cache_zero)
         elif op == ATTEND:
             _attend(piece, table, spare, cache_zero)
+        elif op == MERGE:
+            _merge(piece, table)
         else:
             for each in range(batch):
                 vector, target = at(vectors + each * step, _ZERO), at(piece[TARGET] + each * piece[TARGET_STEP], _ZERO)
