@@ -85,13 +85,20 @@ class KVCache:
         """Announce ``q_len`` tokens for each of ``batch`` rows. Raises ValueError before anything is written."""
         self.check(batch, q_len)
         if self._q_len:
-            raise ValueError("the last pass broke off and left the cache half written: reset() it")
+            raise ValueError(
+                "the last pass broke off and left the cache half written: reset() it, unless another thread is in the "
+                "middle of one"
+            )
         self._q_len = q_len
 
     def check(self, batch: int, q_len: int) -> None:
         """Raise ValueError if ``q_len`` more tokens for each of ``batch`` rows cannot be taken."""
         if batch != self.batch:
             raise ValueError(f"the cache was made for a batch of {self.batch}, got {batch}")
+        if self.pads is not None:
+            whole = isinstance(self.pads, Tensor) and self.pads.dtype in (torch.int64, torch.int32)
+            if not whole or self.pads.shape != (batch,) or int(self.pads.min()) < 0:
+                raise ValueError(f"pads must be {batch} whole numbers, the left padding of each row, got {self.pads}")
 
     def end(self) -> None:
         """Count the announced tokens as seen."""

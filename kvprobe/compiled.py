@@ -1,7 +1,7 @@
 """How is a decoder's step laid out for the kernels? A plan of pieces, one table of addresses, and threads.
 
-Matrices are the decoder's own storage; vectors (norms, biases: thousandths of the weights) are copied to float32 once,
-with the norms' offset added. A step is therefore of the weights as they were when it was made.
+Matrices are the decoder's own storage, so that a change in place is followed; vectors (norms, biases: thousandths of
+the weights) are copied to float32 once, with the norms' offset added. Whoever changes weights makes a new step.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from kvprobe import kernels as k
 from kvprobe.caches import KVCache, RollingCache
 from kvprobe.config import Rotary
 from kvprobe.decoder import Block, Decoder, Norm
+from kvprobe.fast import one_thread
 from kvprobe.team import Arena, Team
 
 # What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads waiting at a phase's end.
@@ -29,8 +30,8 @@ class NumbaStep:
     """The whole decode step compiled, float32 between weights and cache of float32 or bfloat16. On a CPU.
 
     As many threads as torch has, and the batch of the cache. The logits are float32. Beyond the decoder and the cache
-    it holds the plan, some vectors a row and, a thread, scratch for the scores of one part. See
-    :func:`kvprobe.fast.stepper`.
+    it holds the plan, a row's logits and inner vectors and, a thread, scratch for a piece of each row. See
+    :func:`kvprobe.fast.stepper`. Raises ValueError for a cache that was made for another model.
     """
 
     name = "numba"
@@ -38,6 +39,8 @@ class NumbaStep:
     start_up_s = 0.0
 
     def __init__(self, decoder: Decoder, cache: KVCache, *, n_threads: int | None = None) -> None:
+        if cache.shape != decoder.config.cache_shape:
+            raise ValueError(f"the cache is of another model: {cache.shape}, not {decoder.config.cache_shape}")
         self._decoder, self._cache = decoder, cache
         self._arena = Arena()
         self._plan = _Plan(decoder, cache, self._arena, n_threads or torch.get_num_threads())
@@ -52,21 +55,27 @@ class NumbaStep:
     def step(self, token: Tensor) -> Tensor:
         """As :class:`kvprobe.fast.Stepper` says; ``[batch, vocab]`` in float32."""
         decoder, cache, table = self._decoder, self._cache, self._table
-        vocab = decoder.config.vocab
-        if token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:
+        vocab, whole = decoder.config.vocab, token.dtype in (torch.int32, torch.int64)
+        if not whole or token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:
             count = "one token id" if cache.batch == 1 else f"{cache.batch} token ids"
             raise ValueError(f"{count} below {vocab} expected, got {token.tolist()}")
         length = cache.length
+        cache.check(cache.batch, 1)
+        if cache.pads is not None and int(cache.pads.max()) > length:
+            raise ValueError(f"a row is still in its padding ({cache.pads.tolist()} at {length} tokens): prefill it")
         decoder.check_length(length + 1, cache)
+        self._team.finish()
         cache.begin(cache.batch, 1)
-        self._plan.enter(token, cache)
-        table[k.LENGTH] = length
-        table[k.LAG] = self._plan.turn_sinks(cache)
-        self._team.run()
+        # Threads of torch's, woken for a large copy, wait for more work on the cores that the next step needs: 5 ms of
+        # 16 to 28 a token.
+        with one_thread(self):
+            self._plan.enter(token, cache)
+            table[k.LENGTH] = length
+            table[k.LAG] = self._plan.turn_sinks(cache)
+            self._team.run()
+            logits = self._plan.logits.clone()
         cache.end()
-        # numpy's copy, since torch's wakes threads of its own, which then wait for more work on the cores that the next
-        # step needs: 5 ms of 16 to 28 a token
-        return torch.from_numpy(self._plan.logits.numpy().copy())
+        return logits
 
 
 class _Plan:
@@ -298,7 +307,7 @@ class _Plan:
         config, row = self.config, [0] * k.LAYER_ROW
         attention: Any = block.attention
         made = getattr(cache, "_made", None)
-        self.arena.kept += [cache.keys[layer], cache.values[layer], made]
+        self.arena.hold(cache.keys[layer], cache.values[layer], *([made[layer]] if made else []))
         row[k.KEYS], row[k.VALUES] = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
         row[k.MADE] = made[layer].data_ptr() if made else 0
         row[k.SLOTS] = cache.keys[layer].shape[2]

@@ -145,6 +145,9 @@ def prefill(
         if cache.length:
             raise ValueError(f"padding comes first, but the cache already holds {cache.length} tokens")
         cache.pads = pads
+    cache.check(*ids.shape)
+    if cache.pads is not None and int(cache.pads.max()) >= cache.length + ids.shape[1]:
+        raise ValueError(f"a row is nothing but padding: {cache.pads.tolist()} of {ids.shape[1]} tokens")
     for part in ids.split(chunk, dim=1):
         with linear.fastest(decoder, part.shape[1]):
             x = decoder.body(part, cache=cache)
@@ -193,10 +196,15 @@ def stream(
     if cache is not None:
         cache.reset()
         cache.pads = pads
-        cache.check(len(prompts), needed)
-        # one token is prefill's: nothing to make ready for
-        if stepper is None and max_new_tokens > 1:
-            stepper = fast.stepper(decoder, cache, kind=step)
+        try:
+            cache.check(len(prompts), needed)
+            # one token is prefill's: nothing to make ready for
+            if stepper is None and max_new_tokens > 1:
+                stepper = fast.stepper(decoder, cache, kind=step)
+        except ValueError:
+            # the padding is of these prompts, which it does not take
+            cache.reset()
+            raise
     return _steps(decoder, ids, pads, max_new_tokens, cache, sampling, seed, frozenset(eos), chunk, stepper)
 
 

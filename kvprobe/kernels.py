@@ -483,6 +483,13 @@ def open_step(shared: Any) -> None:
 
 
 @compiled
+def is_open(shared: Any) -> bool:
+    """Whether pieces of the last step are not done yet."""
+    table = at(shared.ctypes.data, _WORD)
+    return read(table[DONE]) < read(table[LIMIT])
+
+
+@compiled
 def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
     """Take pieces of the step that stands open until none is left; thread 0 returns when all are done.
 

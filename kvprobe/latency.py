@@ -250,4 +250,6 @@ class Bench:
     def _activation_bytes(self, n_tokens: int, batch: int) -> int:
         config, weight = self.decoder.config, self.decoder.embedding.weight
         # at once: the MLP's two or three inner vectors of every token, and a handful of hidden ones
-        return batch * n_tokens * (3 * config.mlp_width + 8 * config.hidden) * weight.element_size()
+        inner = batch * n_tokens * (3 * config.mlp_width + 8 * config.hidden) * weight.element_size()
+        # logits of the last tokens, and what they are computed in
+        return inner + 2 * batch * config.vocab * 4

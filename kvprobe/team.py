@@ -17,6 +17,10 @@ class Arena:
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
+    def hold(self, *tensors: Tensor) -> None:
+        """Keep the memory of ``tensors``, also where a parameter is given another (``.to``, ``.data``) later."""
+        self.kept += [tensor.detach() for tensor in tensors]
+
     def floats(self, count: int) -> Tensor:
         """A new float32 vector of zeros."""
         self.kept.append(torch.zeros(count))
@@ -36,7 +40,7 @@ class Arena:
         """The address of a weight ``[out, in]`` and whether it is stored as ``[in, out]`` (GPT-2's)."""
         if not weight.is_contiguous() and not (weight.stride(0) == 1 and weight.stride(1) >= weight.shape[0]):
             weight = weight.contiguous()
-        self.kept.append(weight)
+        self.hold(weight)
         return int(weight.data_ptr()), not weight.is_contiguous()
 
 
@@ -56,8 +60,13 @@ class Team:
             threads[-1].start()
         weakref.finalize(self, _close, self._gates, closing, threads)
 
+    def finish(self) -> None:
+        """Work off what an interrupt left of a step, so that the next one starts from its own first piece."""
+        if kernels.is_open(self._table):
+            kernels.work(self._table, 0, *self._kinds)
+
     def run(self) -> None:
-        """One step, from opening it to its last piece."""
+        """One step, from opening it to its last piece; nothing may stand open (:meth:`finish`)."""
         kernels.open_step(self._table)
         for gate in self._gates:
             _release(gate)

@@ -151,8 +151,11 @@ def test_random_decoders_agree(data):
 
     ours, theirs, ids = make(), make(), tiny_ids(24, batch=batch, seed=draw(st.integers(0, 99)))
     step = numba(decoder, ours, n_threads=n_threads)
-    n_prompt = draw(st.integers(0, 20))
+    n_prompt, pads = draw(st.integers(0, 20)), None
+    if n_prompt and kind in ("full", "bound") and draw(st.booleans()):
+        pads = torch.tensor(draw(st.lists(st.integers(0, n_prompt - 1), min_size=batch, max_size=batch)))
     for cache in (ours, theirs):
+        cache.pads = pads
         if n_prompt:
             decoder(ids[:, :n_prompt], cache=cache)
     for token in ids.T[n_prompt:]:
@@ -298,9 +301,7 @@ def test_the_step_is_chosen_and_says_why_not():
     half = from_config(decoder, torch.float16)
     expected = {
         "attention is replaced": fast.stepper(decoder, one, attend=AttentionCall.attend),
-        "float32 or bfloat16, not float16": fast.stepper(
-            half := from_config(decoder, torch.float16), half.full_cache(9)
-        ),
+        "float32 or bfloat16, not float16": fast.stepper(half, half.full_cache(9)),
     }
     for words, step in expected.items():
         assert step.name == "torch"
@@ -383,14 +384,108 @@ def test_left_padding_is_never_seen_and_shifts_positions(family, bound_local):
     # and each row as if it were alone
     alone = decoder.full_cache(LENGTH)
     prefill(decoder, ids[:1, 11:12], alone)
-    for token in ids[:1, 12:].T:
-        expected = decode(decoder, token, alone)
+    expecteds = [decode(decoder, token, alone) for token in ids[:1, 12:].T]
     ours.reset()
     ours.pads = pads
     prefill(decoder, ids[:, :12], ours)
-    for token in ids.T[12:]:
-        got = step.step(token)
-    close(got[:1], expected)
+    for token, expected in zip(ids.T[12:], expecteds, strict=True):
+        close(step.step(token)[:1], expected)
+
+
+@pytest.mark.parametrize("pads", [[14, 0], [7, 1]])
+def test_a_row_that_is_still_padding_is_refused_before_anything_is_written(pads):
+    decoder, ids = rope_decoder(), tiny_ids(7, batch=2)
+    cache = decoder.full_cache(20, batch=2)
+    step = numba(decoder, cache)
+    with pytest.raises(ValueError, match=r"nothing but padding: .*of 7 tokens"):
+        prefill(decoder, ids, cache, pads=torch.tensor(pads))
+    cache.reset()
+    cache.pads = torch.tensor(pads)
+    with pytest.raises(ValueError, match=r"still in its padding .*at 0 tokens"):
+        step.step(ids[:, 0])
+    assert cache.length == 0
+    assert not any(buffer.any() for buffer in cache._buffers())
+
+
+@pytest.mark.parametrize("pads", [torch.tensor([1, 0, 0]), [1, 0], torch.tensor([1.5, 0]), torch.tensor([-1, 0])])
+def test_padding_that_is_none_leaves_the_cache_as_it_was(pads):
+    decoder, ids = rope_decoder(), tiny_ids(5, batch=2)
+    cache = decoder.full_cache(9, batch=2)
+    step = numba(decoder, cache)
+    prefill(decoder, ids[:, :4], cache)
+    cache.pads = pads
+    for feed in (step.step, fast.TorchStep(decoder, cache).step):
+        with pytest.raises(ValueError, match="pads must be 2 whole numbers"):
+            feed(ids[:, 4])
+    cache.pads = None
+    close(step.step(ids[:, 4]), decoder(ids)[:, -1])
+
+
+def test_prompts_that_are_refused_leave_no_padding_behind():
+    decoder, ids = rope_decoder(), tiny_ids(6, batch=2)
+    cache = decoder.full_cache(10, batch=2)
+    expected = prefill(decoder, ids, cache)
+    for options in ({"max_new_tokens": 20}, {"max_new_tokens": 3, "step": "jit"}):
+        with pytest.raises(ValueError, match=r"do not fit|got 'jit'"):
+            stream(decoder, [[1, 2, 3, 4], [5]], cache=cache, **options)
+        assert torch.equal(prefill(decoder, ids, cache), expected)
+        cache.reset()
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_an_interrupt_in_the_middle_of_a_step_costs_that_step_alone(monkeypatch, n_threads):
+    from kvprobe import kernels
+
+    decoder, ids, work = rope_decoder(), tiny_ids(6), kernels.work
+    expected = decoder(ids)
+
+    def interrupted(table, thread, *kinds):
+        if thread == 0:
+            raise KeyboardInterrupt
+        work(table, thread, *kinds)
+
+    cache = decoder.full_cache(6)
+    step = numba(decoder, cache, n_threads=n_threads)
+    for _ in range(2):
+        monkeypatch.setattr(kernels, "work", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step.step(ids[:, 0])
+        monkeypatch.setattr(kernels, "work", work)
+        cache.reset()
+        for i in range(3):
+            close(step.step(ids[:, i]), expected[:, i])
+        cache.reset()
+
+
+def test_memory_is_held_also_where_the_decoder_lets_it_go():
+    decoder, ids = rope_decoder(), tiny_ids(1)
+    expected = decoder(ids)[:, -1]
+    step = numba(decoder, decoder.full_cache(2))
+    matrices = [block.mlp.down.weight for block in decoder.blocks]
+    before = [matrix.data_ptr() for matrix in matrices]
+    for matrix in matrices:
+        matrix.data = torch.full_like(matrix, float("nan"))
+    # what is freed is given to the next that asks for as much
+    others = [torch.full_like(matrix, 5.0) for matrix in matrices for _ in range(20)]
+    assert not {other.data_ptr() for other in others} & {*before}
+    close(step.step(ids[:, 0]), expected)
+
+
+def test_a_cache_of_another_model_is_refused():
+    decoder, other = rope_decoder(n_kv_heads=4), rope_decoder(n_kv_heads=1)
+    for kind in ("auto", "numba"):
+        with pytest.raises(ValueError, match="the cache is of another model"):
+            fast.stepper(decoder, other.full_cache(5), kind=kind)
+
+
+@pytest.mark.parametrize("token", [torch.tensor([1.0]), torch.tensor([True]), torch.tensor([1], dtype=torch.uint8)])
+def test_a_token_of_another_type_is_refused_before_anything_is_written(token):
+    decoder = rope_decoder()
+    cache = decoder.full_cache(5)
+    step = numba(decoder, cache)
+    with pytest.raises(ValueError, match="one token id below 97 expected"):
+        step.step(token)
+    step.step(torch.tensor([1]))
 
 
 def test_prompts_of_any_length_decode_as_in_torch():
