@@ -1,5 +1,6 @@
 """How fast is our decoder beside Hugging Face's generate and llama.cpp: same weights, prompt, dtype and threads?
 
+\b
     python -m analyses.decode_speed smollm2-135m
     python -m analyses.decode_speed smollm2-135m --dtype bfloat16
     python -m analyses.decode_speed gpt2 --random-weights        the 124M shape, drawn at random

@@ -1,5 +1,6 @@
 """How long does a whole answer take, with a KV cache and without? A long prompt, then many tokens.
 
+\b
     python -m analyses.end_to_end
     python -m analyses.end_to_end smollm2-135m --naive-samples 8
 

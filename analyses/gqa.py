@@ -1,10 +1,12 @@
 """What does sharing keys and values cost in quality? The published small GPT at 8, 4, 2 and 1 KV heads, three seeds.
 
+\b
     python -m analyses.gqa --cells DIRECTORY            # trains what is not there yet; hours on two cores
     python -m analyses.gqa --cells DIRECTORY --collect  # writes results from the cells that are there
 
 Published, one seed: best validation loss 1.55, 1.51, 1.51, 1.54 (another run 1.53, 1.53, 1.50, 1.51) at a cache of 12,
-6, 3 and 1.5 KiB a token. Cells run seed by seed; several processes may share one directory.
+6, 3 and 1.5 KiB a token. A cell is one model: a head count and a seed. Cells run seed by seed; several processes may
+share one directory.
 """
 
 from collections.abc import Sequence
@@ -16,8 +18,9 @@ from analyses.common import show
 from kvprobe.cells import Shelf
 from kvprobe.console import progress_bar
 from kvprobe.corpus import characters
+from kvprobe.errors import KvprobeError
 from kvprobe.experiments import gqa
-from kvprobe.experiments.gqa import Protocol
+from kvprobe.experiments.gqa import OWN, Protocol
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result
 from kvprobe.texts import read_text
@@ -41,7 +44,9 @@ def run(
 
     The run record names the cells that are ``missing``. Raises KvprobeError if none is there.
     """
-    protocol = Protocol() if protocol is None else protocol
+    if protocol is None:
+        # of another text it is not the published one
+        protocol = Protocol() if text == "time-machine" else Protocol(words=OWN)
     split = {"length": length, "n_train": protocol.n_train, "n_valid": protocol.n_valid}
     corpus = characters(read_text(text, progress=progress), **split)
     settings = {"kv_heads": kv_heads, "seeds": seeds, "collect": collect}
@@ -50,13 +55,16 @@ def run(
 
 @click.command(help=__doc__)
 @click.option("--cells", "directory", type=click.Path(file_okay=False), required=True, help="Where cells are kept.")
-@click.option("--text", default="time-machine", show_default=True)
+@click.option("--text", default="time-machine", show_default=True, help="A UTF-8 file; the default is the published.")
 @click.option("--collect", is_flag=True, help="Train nothing: results of the cells that are there.")
 @click.option("--save/--no-save", default=True, help="Keep results/gqa.{csv,json}.")
 def main(directory: str, text: str, collect: bool, save: bool) -> None:
     """Print the table and keep it."""
-    with progress_bar(quiet=False) as progress:
-        result = run(directory, text=text, collect=collect, progress=progress)
+    try:
+        with progress_bar(quiet=False) as progress:
+            result = run(directory, text=text, collect=collect, progress=progress)
+    except KvprobeError as error:
+        raise click.ClickException(str(error)) from error
     columns = ["n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token"]
     show(result, save=save, columns=columns, summary=["", *gqa.sentences(result)])
 

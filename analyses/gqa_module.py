@@ -1,5 +1,6 @@
 """What does sharing key/value heads change in the attention module itself? Parameters, cache bytes, and exactness.
 
+\b
     python -m analyses.gqa_module
     python -m analyses.gqa_module smollm2-135m       the width and heads of another model
 

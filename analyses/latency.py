@@ -1,5 +1,6 @@
 """How long does a token take with a KV cache and without, as the context grows? The published curve, on this machine.
 
+\b
     python -m analyses.latency
     python -m analyses.latency smollm2-135m --context 128 --context 512 --context 1024
 

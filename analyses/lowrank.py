@@ -1,5 +1,6 @@
 """Can a truncated pass beat the full one, and if so, because its basis saw the scored tokens and their future?
 
+\b
     python -m analyses.lowrank gpt2 --text time-machine
 
 First part, the published GPT-2 protocol (Dive into Deep Learning, "Generation and the KV cache"): joint keys and

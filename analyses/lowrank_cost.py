@@ -1,5 +1,6 @@
 """What does one rank cost beside a plain forward, and what does a sweep share?
 
+\b
     python -m analyses.lowrank_cost smollm2-135m
 
 Targets at 1,024 tokens: a rank within 1.5× a plain forward on SmolLM2-135M (width 384, 30 layers) and within 2.5× on

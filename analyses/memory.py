@@ -1,5 +1,6 @@
 """Does a KV cache hold what its formula says, and what do views of a fused projection hold?
 
+\b
     python -m analyses.memory
     python -m analyses.memory smollm2-135m --context 512 --context 2048
 

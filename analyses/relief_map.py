@@ -1,5 +1,6 @@
 """Which lever on the KV cache costs how much loss for how many bytes? The relief map, measured on one model.
 
+\b
     python -m analyses.relief_map smollm2-135m
 
 Dive into Deep Learning, "Generation and the KV cache", names the levers by the factor of the formula that they attack

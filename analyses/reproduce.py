@@ -1,5 +1,6 @@
 """Which published figures do we get as well? Every row of `published.toml` beside ours: agrees, differs, or not run.
 
+\b
     python -m analyses.reproduce gpt2                        what needs GPT-2's weights too, where they are here
     python -m analyses.reproduce DIRECTORY --reference FILE  a copy in another file, compared tensor by tensor
     python -m analyses.reproduce --quick                     leaves out what takes minutes
@@ -133,12 +134,20 @@ class Bench:
         kept = self.results / "gqa.json"
         if not kept.is_file():
             raise KvprobeError("it takes hours of training: python -m analyses.gqa --cells DIRECTORY")
-        result = Result.from_json(kept.read_text(encoding="utf-8"))
-        if result.run.get("protocol") != Protocol().words:
+        try:
+            run = Result.from_json(kept.read_text(encoding="utf-8")).run
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise KvprobeError(f"{kept} cannot be read: {error}") from error
+        published = {"protocol": Protocol().words, "corpus": "time-machine", "uptrain": None, "pool": False}
+        if {name: run.get(name) for name in published} != published:
             raise KvprobeError(f"the training kept in {kept} is not of the published protocol")
-        if result.run["missing"]:
-            raise KvprobeError(f"the training kept in {kept} is not finished: {'; '.join(result.run['missing'])}")
-        found: list[Row] = result.run["summary"]
+        found: list[Row] = run["summary"]
+        missing = [
+            *run["missing"],
+            *(f"{n} KV heads" for n in (8, 4, 2, 1) if n not in {r["n_kv_heads"] for r in found}),
+        ]
+        if missing:
+            raise KvprobeError(f"the training kept in {kept} is not finished: {'; '.join(missing)}")
         return found
 
     def blocks(self) -> dict[str, Callable[[], list[Row]]]:
@@ -265,8 +274,8 @@ def _find(claim: Claim, rows: list[Row], quick: bool) -> tuple[float | None, str
 @click.option("--reference", type=click.Path(dir_okay=False), help="GPT-2's weights as published, in safetensors.")
 @click.option("--trust", is_flag=True, help="MODEL's weights are GPT-2's, whatever their checksum.")
 @click.option("--quick", is_flag=True, help="Leave out what takes minutes.")
-@click.option("--save/--no-save", default=True, help="Keep results/reproduce.{csv,json}.")
-def main(model: str, save: bool, **options: Any) -> None:
+@click.option("--save/--no-save", default=None, help="Keep results/reproduce.{csv,json}.  [default: unless --quick]")
+def main(model: str, save: bool | None, **options: Any) -> None:
     """Print the table and keep it."""
     try:
         with progress_bar(quiet=False) as progress:
@@ -277,7 +286,7 @@ def main(model: str, save: bool, **options: Any) -> None:
     shown = [row | {name: _digits(row[name]) for name in ("published", "ours")} for row in result.rows]
     columns = ["block", "what", "published", "ours", "unit", "tolerance", "verdict"]
     show(Result("reproduce", shown, result.run), save=False, columns=columns, summary=summary(result))
-    if save:
+    if save or (save is None and not options["quick"]):
         result.save("results/reproduce")
 
 

@@ -1,5 +1,6 @@
 """Is a prefill bound by arithmetic and a decode step by memory? Both at one context, beside the machine's ceilings.
 
+\b
     python -m analyses.roofline
     python -m analyses.roofline smollm2-135m --context 1024 --batch 1 --batch 16
 

@@ -1,5 +1,6 @@
 """Does a KV cache change the logits? By no more than rounding: the published two small decoders, and any model.
 
+\b
     python -m analyses.same_logits
     python -m analyses.same_logits smollm2-135m
 

@@ -1,5 +1,6 @@
 """How much attention is on token 0, layer by layer? The published GPT-2 bars, with every head beside them.
 
+\b
     python -m analyses.sinks gpt2 --text time-machine
 
 Protocol of Dive into Deep Learning, "Generation and the KV cache": GPT-2 124M at float32, the first 1,024 tokens of

@@ -1,5 +1,6 @@
 """What does measuring attention mass cost beside a plain forward, in time and in memory?
 
+\b
     python -m analyses.sinks_cost smollm2-135m --tokens 1024 --tokens 8192
 
 Targets: token 0 within 1.1× a plain sdpa forward and 1 GiB beyond the weights at 1,024 and 8,192 tokens; every

@@ -1,5 +1,6 @@
 """How fast does our loop train beside a plain loop over transformers: same size, batch, dtype and threads?
 
+\b
     python -m analyses.train_speed
 
 A way's time is one step of the published small GPT at batch 64 of 128 tokens, optimizer included: ours is

@@ -1,5 +1,6 @@
 """Does one sink save a window? The published GPT-2 grid, and whether the sinks must be the first tokens.
 
+\b
     python -m analyses.window gpt2 --text time-machine
     python -m analyses.window smollm2-135m --window 64 --window 128 --window 256 --window 512
 

@@ -1,5 +1,6 @@
 """What does a row of the window grid cost beside a plain forward?
 
+\b
     python -m analyses.window_cost smollm2-135m
 
 Targets at 1,024 tokens: a row of the grid within 1.3× a plain forward scored alike, for ``absolute`` and ``cache``

@@ -5,6 +5,7 @@ interleaved), SwiGLU of 8/3 the width, no biases, no dropout, and a head tied to
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -118,7 +119,9 @@ class Shelf:
         """What was found for ``cell``; None if it is not finished."""
         try:
             kept = json.loads(self._path(cell).read_text(encoding="utf-8"))
-            return kept if kept["identity"] == cell.identity else None
+            # one that somebody has edited is trained again
+            whole = math.isfinite(kept["row"]["best_val_loss"]) and bool(kept["validations"] and kept["run"])
+            return kept if whole and kept["identity"] == cell.identity else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

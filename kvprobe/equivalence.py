@@ -3,6 +3,7 @@
 Differences are paired by seed. Intervals are Student's t, two-sided.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -49,8 +50,8 @@ def tost(differences: Sequence[float], *, margin: float, alpha: float = 0.05) ->
     *undecided*: it holds a margin, or there is one value only and no interval. ``p_value`` is the larger of the two
     one-sided ones. Raises ValueError for a margin that is not above 0 and for no differences.
     """
-    if not margin > 0:
-        raise ValueError(f"margin must be above 0 nat, got {margin}")
+    if not 0 < margin < math.inf:
+        raise ValueError(f"margin must be above 0 nat and finite, got {margin}")
     difference = mean_interval(differences, level=1 - 2 * alpha)
     if difference.low is None or difference.high is None:
         return Equivalence(difference, None, "undecided")

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from kvprobe.subject import Subject
 
 DEFAULT_TOKENS = 1024
-# of the passage: windows, and of the width: ranks, and of the passage again: contexts that are timed
+# of the passage: windows, and contexts that are timed
 WINDOW_PARTS = (16, 8, 4, 2)
-RANK_PARTS = (8, 4, 2)
 CONTEXT_PARTS = (8, 2, 1)
 
 
@@ -48,7 +47,10 @@ def write(model: str, out: str | Path, plan: Plan | None = None, *, progress: Pr
     cannot be had, before anything is measured: then, as after a kill or on a full disk, ``out`` is as it was.
     """
     sections = measure(model, plan or Plan(), progress=progress)
-    shape = sections[0]
+    # a refused section has no record
+    shape = next((section for section in sections if section.record), None)
+    if shape is None:
+        raise KvprobeError(f"nothing could be measured: {sections[0].refused}")
     title = f"kvprobe report: {shape.record['model']}"
     lead = (
         f"Where its attention goes, how small its KV cache could be, and what that would cost in loss. Made by kvprobe "

@@ -26,6 +26,9 @@ from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
 from kvprobe.snapshot import Snapshot
 
+SNAPSHOT_SECONDS = 60.0
+"""The most work that a kill may cost."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -131,7 +134,8 @@ def train(
 ) -> History:
     """Train ``decoder`` in place, which is then in eval mode; with a ``snapshot`` go on from where it stands.
 
-    The snapshot is written every ``snapshot_every`` steps and at the last one; it stays until its owner removes it.
+    The snapshot is written every ``snapshot_every`` steps, after a minute without one, and at the last step; it stays
+    until its owner removes it.
     ``progress`` is told the step with its loss and tokens per second. Raises KvprobeError for a loss that is not
     finite, naming the step, and what :func:`check` raises.
     """
@@ -153,7 +157,8 @@ def train(
         if done < plan.steps:
             _restore_moments(decoder, optimizer, tensors)
     started = time.perf_counter() - history.seconds
-    first, began = done, time.perf_counter()
+    first = done
+    began = kept_at = time.perf_counter()
     decoder.train()
     try:
         for step in range(done, plan.steps):
@@ -178,8 +183,10 @@ def train(
                 now = Validation(done, validate(decoder, corpus, plan))
                 history = replace(history, validations=(*history.validations, now))
             history = replace(history, seconds=time.perf_counter() - started)
-            if snapshot is not None and (done % snapshot_every == 0 or done == plan.steps):
+            late = time.perf_counter() - kept_at > SNAPSHOT_SECONDS
+            if snapshot is not None and (done % snapshot_every == 0 or late or done == plan.steps):
                 snapshot.write(asdict(history), _tensors(decoder, optimizer))
+                kept_at = time.perf_counter()
     finally:
         decoder.zero_grad()
         decoder.eval()

@@ -85,6 +85,11 @@ def test_finished_cells_are_kept_and_not_run_again(run, corpus, monkeypatch):
     assert [row for row in found["rows"] if row["n_kv_heads"] == 2] == [kept[2, 0], kept[2, 1]]
     assert all(row["verdict"] is None for row in found["run"]["summary"])
     assert len(list((done.home / "gqa").glob("*.json"))) == 8
+    # one that somebody has edited is trained again
+    edited = next((done.home / "gqa").glob("kv2-seed0*.json"))
+    edited.write_text(edited.read_text().replace('"best_val_loss": ', '"best_val_loss": null, "was": '))
+    document(run("--quick", "--corpus", corpus, "--kv-heads", 2, "--seeds", 1, "--format", "json"))
+    assert trained.pop() == "2 KV heads, seed 0"
     # other settings are other cells
     document(run("--quick", "--corpus", corpus, "--kv-heads", 2, "--steps", 3, "--seeds", 1, "--format", "json"))
     assert trained[2:] == ["2 KV heads, seed 0"]

@@ -70,7 +70,9 @@ def test_only_seeds_that_both_have_are_paired():
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match="margin must be above 0 nat, got 0"):
+    with pytest.raises(ValueError, match="margin must be above 0 nat and finite, got inf"):
+        tost([0.1, 0.2], margin=float("inf"))
+    with pytest.raises(ValueError, match="margin must be above 0 nat and finite, got 0"):
         tost([0.1, 0.2], margin=0)
     with pytest.raises(ValueError, match="at least one value"):
         mean_interval([])

@@ -142,6 +142,18 @@ def test_the_latency_sentence_is_of_the_longest_context():
         "50% of what its memory allows is reached"
     )
     assert latency.sentence(Result("latency", rows[:1], RUN)) == "m: naive at 128 tokens takes 40.0 ms"
+    above = [row("cached", 128, 9) | {"fraction_of_ceiling": 1.09}]
+    assert "; with it, more than was measured of its memory: " in latency.sentence(Result("latency", above, RUN))
+
+
+def test_the_words_of_an_uptraining_name_the_control_where_there_was_one():
+    run = {"corpus": "c", "steps": 600, "protocol": "p", "uptrain": 0.004, "n_heads": 8, "kv_heads": [8, 2]}
+    assert (
+        words.training_of(run)
+        == "c, 600 steps, p; then heads pooled and uptrained for 0.4 % of the steps, multi-head too"
+    )
+    assert words.training_of(run | {"kv_heads": [2]}).endswith("uptrained for 0.4 % of the steps")
+    assert words.training_of(run | {"uptrain": None}) == "c, 600 steps, p"
 
 
 def test_a_bill_by_hand(subject):

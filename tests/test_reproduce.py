@@ -169,7 +169,8 @@ def test_training_is_compared_where_it_was_run_whole(tmp_path):
         bench.gqa()
     means = {8: 1.6, 4: 1.511, 2: 1.4, 1: 1.66}
     summary = [{"n_kv_heads": n, "mean": mean} for n, mean in means.items()]
-    run = {"protocol": "the published protocol", "missing": [], "summary": summary}
+    run = {"protocol": "the published protocol", "corpus": "time-machine", "uptrain": None, "pool": False}
+    run |= {"missing": [], "summary": summary}
     Result("gqa", summary, run).save(tmp_path / "gqa")
     rows = bench.gqa()
     claims = {claim.what: claim for claim in reproduce.claims() if (claim.block, claim.field) == ("gqa", "mean")}
@@ -184,18 +185,24 @@ def test_training_is_compared_where_it_was_run_whole(tmp_path):
     }
     for change, words in (
         ({"missing": ["8 KV heads, seed 2"]}, "not finished: 8 KV heads, seed 2"),
+        ({"summary": summary[:3]}, "not finished: 1 KV heads"),
         ({"protocol": "a smaller one"}, "not of the published protocol"),
+        ({"corpus": "mine.txt"}, "not of the published protocol"),
+        ({"uptrain": 0.1}, "not of the published protocol"),
     ):
         Result("gqa", summary, run | change).save(tmp_path / "gqa")
         with pytest.raises(KvprobeError, match=words):
             bench.gqa()
+    (tmp_path / "gqa.json").write_text('{"analysis": "gqa", "rows"')
+    with pytest.raises(KvprobeError, match="cannot be read"):
+        bench.gqa()
 
 
 def test_what_needs_no_weights_agrees_and_the_rest_says_why_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # what Hugging Face's caches hold is not published, and takes forwards of 124 million weights
     monkeypatch.setattr(holders, "_foreign", lambda *_: iter(()))
-    done = CliRunner().invoke(reproduce.main, [str(tmp_path / "nosuch"), "--quick"])
+    done = CliRunner().invoke(reproduce.main, [str(tmp_path / "nosuch"), "--quick", "--save"])
     assert done.exit_code == 0, done.output
     result = Result.from_json((tmp_path / "results" / "reproduce.json").read_text())
     verdicts = {(row["block"], row["what"]): row["verdict"] for row in result.rows}

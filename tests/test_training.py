@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvprobe import training
 from kvprobe.attention import AttentionCall
 from kvprobe.cells import config_of
 from kvprobe.corpus import Corpus
@@ -64,6 +65,21 @@ def test_killed_at_any_step_and_resumed_ends_with_the_same_bits(tmp_path, killed
     assert found.resumed == int(kept)
     for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_minute_without_a_snapshot_is_long_enough(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "SNAPSHOT_SECONDS", -1.0)
+
+    def kill(_what, done, *_):
+        if done == 3:
+            raise Killed
+
+    snapshot = Snapshot(tmp_path / "run.safetensors", {"of": "test"})
+    with pytest.raises(Killed):
+        train(seeded(CONFIG, seed=1), corpus(), PLAN, snapshot=snapshot, snapshot_every=50, progress=kill)
+    found = train(seeded(CONFIG, seed=99), corpus(), PLAN, snapshot=snapshot, snapshot_every=50)
+    assert found.train_losses == train(seeded(CONFIG, seed=1), corpus(), PLAN).train_losses
+    assert found.resumed == 1
 
 
 def test_a_process_that_is_killed_leaves_a_snapshot_that_goes_on(tmp_path):

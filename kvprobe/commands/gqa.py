@@ -113,7 +113,7 @@ def _train(options: dict[str, Any]) -> Any:
     n_valid = options["valid_windows"] or protocol.n_valid
     changed = replace(protocol, plan=plan, n_train=n_train, n_valid=n_valid)
     if not options["quick"] and (changed != protocol or options["corpus"] != "time-machine"):
-        changed = replace(changed, words="the published model, settings or a text of one's own")
+        changed = replace(changed, words=gqa.OWN)
     if options["quick"]:
         notice(f"--quick is {protocol.words}", quiet=quiet)
     shelf = Shelf(home() / "gqa")

@@ -39,8 +39,11 @@ class Protocol:
     plan: Plan = field(default_factory=Plan)
 
 
+OWN = "the published model, settings or a text of one's own"
+"""The words of a protocol that is not the published one."""
+
 QUICK = Protocol(
-    words="not the published protocol: a smaller model, fewer windows a step and to validate on",
+    words="not the published protocol: a smaller model, fewer steps, fewer windows a step and to validate on",
     n_layers=4,
     width=128,
     n_valid=300,
@@ -258,6 +261,8 @@ def sentences(result: Result) -> list[str]:
         said.append(line)
     if any(row["verdict"] == "undecided" for row in run["summary"]):
         said.append("undecided: the interval holds the margin, or one seed has none; more --seeds narrow it")
+    if not any(row["verdict"] for row in run["summary"]):
+        said.append("no multi-head model beside them, so nothing is compared: add --kv-heads 8")
     if run["missing"]:
         said.append(f"not trained yet: {'; '.join(run['missing'])}")
     return said

@@ -87,4 +87,9 @@ def sentence(result: Result) -> str:
         times = naive[0]["ms_median"] / row["ms_median"]
         said += f" and {naive[0]['ms_median']:,.1f} ms without ({times:,.1f} times as long)"
     bound = "its memory" if row["bound"] == "bandwidth" else "its arithmetic"
+    if row["fraction_of_ceiling"] > 1:
+        return (
+            f"{said}; with it, more than was measured of {bound}: what it reads stays in the processor's caches, or "
+            "the machine was busy while it was measured"
+        )
     return f"{said}; with it, {row['fraction_of_ceiling']:.0%} of what {bound} allows is reached"

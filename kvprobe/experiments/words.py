@@ -17,7 +17,8 @@ def training_of(run: Mapping[str, Any]) -> str:
     said = f"{run['corpus']}, {run['steps']:,} steps, {run['protocol']}"
     if run.get("uptrain") is None:
         return said
-    return f"{said}; then heads pooled and uptrained for {run['uptrain']:.0%} of the steps, multi-head too"
+    control = ", multi-head too" if run["n_heads"] in run["kv_heads"] else ""
+    return f"{said}; then heads pooled and uptrained for {100 * run['uptrain']:g} % of the steps{control}"
 
 
 def interval_of(block_length: int) -> str:
