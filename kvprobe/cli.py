@@ -185,26 +185,31 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         status = cli.main(args=arguments, prog_name="kvprobe", standalone_mode=False)
         sys.stdout.flush()
-    except click.ClickException as error:
+    except BaseException as error:
+        # Ctrl-C inside an import of a library can come out as any error of that library's own, and a panic of one that
+        # is written in Rust is no Exception
+        interrupted = interrupts or isinstance(error, click.Abort | KeyboardInterrupt)
+        sys.exit(_told("kvprobe: interrupted", 130) if interrupted else _status_of(error))
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _status_of(error: BaseException) -> int:
+    """The exit code of an error, which is told in one line; what is not for users to see is raised again."""
+    if isinstance(error, click.ClickException):
         error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("kvprobe: interrupted", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):
         # the reader (head, less) has seen enough; keep the interpreter from flushing into the closed pipe again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except Exception as error:
-        if interrupts:
-            # Ctrl-C inside an import of a library can come out as that library's own error
-            click.echo("kvprobe: interrupted", err=True)
-            sys.exit(130)
-        if os.environ.get("KVPROBE_DEBUG"):
-            raise
-        click.echo(f"kvprobe: {_one_line(error)}", err=True)
-        sys.exit(1)
-    sys.exit(status if isinstance(status, int) else 0)
+        return 1
+    if os.environ.get("KVPROBE_DEBUG") or not isinstance(error, Exception):
+        raise error
+    return _told(f"kvprobe: {_one_line(error)}", 1)
+
+
+def _told(line: str, status: int) -> int:
+    click.echo(line, err=True)
+    return status
 
 
 def _noted_interrupts() -> list[int]:

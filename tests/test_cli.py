@@ -146,14 +146,15 @@ def test_interrupt_is_130_and_leaves_nothing(gpt2_random, tmp_path):
     assert process.stderr.readline().startswith("loading")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_that_comes_out_as_another_error_is_130_too(tmp_path):
-    # as an import that is interrupted may turn it into an ImportError
-    code = """
+@pytest.mark.parametrize("error", ["ImportError('a part is missing')", "BaseException('panic')", "SystemExit(1)"])
+def test_an_interrupt_that_comes_out_as_another_error_is_130_too(tmp_path, error):
+    # as an import that is interrupted may turn it into an ImportError, or panic
+    code = f"""
 import os, signal
 from kvprobe import cli, models
 def load_spec(*_, **__):
@@ -162,7 +163,7 @@ def load_spec(*_, **__):
         for _ in range(10**9):
             pass
     except KeyboardInterrupt:
-        raise ImportError("a part is missing")
+        raise {error}
 models.load_spec = load_spec
 signal.signal(signal.SIGINT, signal.default_int_handler)
 cli.main(["cache", "./here"])
