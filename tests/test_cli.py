@@ -141,7 +141,11 @@ def test_control_repeat_and_random_say_what_was_read(run, gpt2_random):
 
 
 def test_interrupt_is_130_and_leaves_nothing(gpt2_random, tmp_path):
-    command = [sys.executable, "-c", "from kvprobe.cli import main; main()", "sinks", str(gpt2_random)]
+    # tests that were started in the background hand down an ignored SIGINT
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from kvprobe.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "sinks", str(gpt2_random)]
     process = subprocess.Popen([*command, "--out", str(tmp_path / "a")], stderr=subprocess.PIPE, text=True)
     assert process.stderr.readline().startswith("loading")
     process.send_signal(signal.SIGINT)
