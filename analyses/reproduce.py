@@ -21,6 +21,7 @@ import click
 
 from analyses import gqa_module, memory, roofline, same_logits, sinks, window
 from analyses.common import PUBLISHED_GPT, load, show
+from analyses.gqa import KV_HEADS
 from analyses.identity import Identity, check_reference, identify
 from kvprobe import catalogue
 from kvprobe.bill import bill
@@ -144,7 +145,7 @@ class Bench:
         found: list[Row] = run["summary"]
         missing = [
             *run["missing"],
-            *(f"{n} KV heads" for n in (8, 4, 2, 1) if n not in {r["n_kv_heads"] for r in found}),
+            *(f"{n} KV heads" for n in KV_HEADS if n not in {r["n_kv_heads"] for r in found}),
         ]
         if missing:
             raise KvprobeError(f"the training kept in {kept} is not finished: {'; '.join(missing)}")

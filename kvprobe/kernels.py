@@ -1,10 +1,11 @@
 """What is one decode step in machine code? A plan of small pieces, which any number of threads work off with numba.
 
 A step streams every weight once and computes little with it, so what counts is that all threads read memory all the
-time. The plan (:mod:`kvprobe.compiled` writes it) is one list of pieces in order: some rows of a matrix, one head of
-attention. A thread takes the next piece by an atomic ticket, waits until the pieces it depends on are done, computes
-it, and counts it as done. There are no barriers and no thread owns a part: one that comes late, or never (in a forked
-child), costs time and nothing else; and each piece is computed in one way, so results do not depend on the threads.
+time. The plan (:mod:`kvprobe.compiled` writes it) is one list of pieces in order: some rows of a matrix, attention to a
+part of one head. A thread takes the next piece by an atomic ticket, waits until the pieces it depends on are done,
+computes it, and counts it as done. There are no barriers and no thread owns a part: one that comes late, or never (in a
+forked child), costs time and nothing else; and each piece is computed in one way, so results do not depend on the
+threads.
 
 Memory is passed as addresses: views of the very weights and cache buffers, float32 or bfloat16 (as its 16 bits), with
 float32 in between. Nothing here checks an index; the plan is right or wrong.
@@ -165,7 +166,7 @@ def _dots_of_four(
 ) -> None:  # fmt: skip
     """As :func:`_dots` of rows at ``upper`` and at ``lower``, whose sums go ``below`` rows further, for four vectors.
 
-    Two rows by four vectors is what the registers hold; of fewer vectors the last is taken again, at no cost in time.
+    Two rows by four vectors is what the registers hold; of fewer vectors the last is taken again, as fast as four.
     """
     second, third, fourth = min(1, n_vectors - 1), min(2, n_vectors - 1), min(3, n_vectors - 1)
     x0, x1 = at(vectors, _ZERO), at(vectors + second * step, _ZERO)

@@ -27,7 +27,7 @@ from kvprobe.progress import Progress, silent
 from kvprobe.snapshot import Snapshot
 
 SNAPSHOT_SECONDS = 60.0
-"""The most work that a kill may cost."""
+"""After so much work without a snapshot one is written at the end of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from conftest import write_random
 from kvprobe import mass
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.experiments import cache, latency, lowrank, memory, relief, sinks, window, words
+from kvprobe.experiments import cache, gqa, latency, lowrank, memory, relief, sinks, window, words
 from kvprobe.experiments.quantised import quantising, stored
 from kvprobe.results import Result
 from kvprobe.scoring import token_losses
@@ -144,6 +144,17 @@ def test_the_latency_sentence_is_of_the_longest_context():
     assert latency.sentence(Result("latency", rows[:1], RUN)) == "m: naive at 128 tokens takes 40.0 ms"
     above = [row("cached", 128, 9) | {"fraction_of_ceiling": 1.09}]
     assert "; with it, more than was measured of its memory: " in latency.sentence(Result("latency", above, RUN))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "missing", "said"), [([8], [], False), ([4, 1], [], True), ([8, 1], ["8"], False)]
+)
+def test_the_words_of_a_training_miss_multi_head_where_nobody_asked_for_it(kv_heads, missing, said):
+    nothing = dict.fromkeys(("low", "high", "difference", "difference_low", "difference_high", "p_value", "verdict"))
+    row = {"n_kv_heads": kv_heads[-1], "n_seeds": 1, "mean": 1.5, **nothing}
+    run = {"corpus": "c", "steps": 600, "protocol": "p", "pool": False, "uptrain": None, "margin": 0.05, "n_heads": 8}
+    sentences = gqa.sentences(Result("gqa", [row], run | {"kv_heads": kv_heads, "missing": missing, "summary": [row]}))
+    assert any("add --kv-heads 8" in sentence for sentence in sentences) is said
 
 
 def test_the_words_of_an_uptraining_name_the_control_where_there_was_one():

@@ -58,9 +58,9 @@ def command(model: str | None, **options: Any) -> None:
     """What do query heads that share keys and values (GQA; with one KV head, MQA) cost in loss, and what do they save?
 
     Trains the published small GPT once for every head count and seed, with the same batches in the same order, and
-    tests each head count for equivalence to multi-head (TOST, paired by seed), which must be among them. About ten
-    hours on two cores: finished models are kept in kvprobe's directory and not trained again, and an interrupted one
-    goes on from at most a minute before. The text is cut into windows of 128 characters and the one that follows.
+    tests each head count for equivalence to multi-head (TOST, paired by seed), which must be among them. Five to
+    seven hours on two cores: finished models are kept in kvprobe's directory and not trained again, and an interrupted
+    one goes on from about a minute before. The text is cut into windows of 128 characters and the one that follows.
 
     \b
     Columns: best_val_loss          lowest validation loss, nat per token

@@ -261,8 +261,8 @@ def sentences(result: Result) -> list[str]:
         said.append(line)
     if any(row["verdict"] == "undecided" for row in run["summary"]):
         said.append("undecided: the interval holds the margin, or one seed has none; more --seeds narrow it")
-    if not any(row["verdict"] for row in run["summary"]):
-        said.append("no multi-head model beside them, so nothing is compared: add --kv-heads 8")
+    if run["n_heads"] not in run["kv_heads"]:
+        said.append(f"no multi-head model beside them, so nothing is compared: add --kv-heads {run['n_heads']}")
     if run["missing"]:
         said.append(f"not trained yet: {'; '.join(run['missing'])}")
     return said
