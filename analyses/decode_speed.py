@@ -75,13 +75,13 @@ def run(
             loaded, ids = subject.loaded, subject.input_ids
         decoder = from_hf(loaded.model)
         decoder.check_length(n_prompt + n_new)
-        ways, steps, start_ups = _ways(loaded, decoder, ids, n_new, compiled=compiled, gguf=gguf)
+        ways, used = _ways(loaded, decoder, ids, n_new, compiled=compiled, gguf=gguf)
         with readers("cpu") as kernels:
             reading = {name: partial(_read, kernel) for name, kernel in kernels.items()}
             taken = _in_turns(ways | reading, repeats)
         settings = _settings(loaded) | {"n_prompt": n_prompt, "n_new": n_new, "repeats": repeats}
         settings |= {} if gguf is None else {"gguf": Path(gguf).name, "llama_cpp": version("llama-cpp-python")}
-        record = run_record(settings, steps=steps, start_up_s=start_ups, threads=torch.get_num_threads())
+        record = run_record(settings, used, threads=torch.get_num_threads())
     finally:
         torch.set_num_threads(before)
     moved = Shape.of(decoder).decode(n_prompt + n_new // 2).bytes_moved
@@ -91,8 +91,8 @@ def run(
 
 def _ways(
     loaded: models.Loaded, decoder: Decoder, ids: Tensor, n_new: int, *, compiled: bool, gguf: str | None
-) -> tuple[dict[str, Run], dict[str, str], dict[str, float]]:
-    """What is compared, which decode step each of ours takes, and what making it ready took in seconds."""
+) -> tuple[dict[str, Run], dict[str, dict[str, Any]]]:
+    """What is compared, and for the record how each of ours reads and decodes, and the seconds it took to start."""
     ways: dict[str, Run] = {
         "Hugging Face, DynamicCache": partial(_hugging_face, loaded.model, ids, n_new),
         "Hugging Face, StaticCache": partial(_hugging_face, loaded.model, ids, n_new, static=True),
@@ -101,16 +101,18 @@ def _ways(
         ways["Hugging Face, StaticCache compiled"] = partial(
             _hugging_face, loaded.model, ids, n_new, static=True, compiled=True
         )
-    steps, start_ups = {}, {}
-    kinds: dict[str, fast.Kind] = {"ours, torch step": "torch", "ours, fastest step": "auto"}
+    used: dict[str, dict[str, Any]] = {"readers": {}, "steps": {}, "start_up_s": {}}
+    kinds: dict[str, fast.Kind] = {"ours, torch": "torch", "ours, fastest": "auto"}
     for way, kind in kinds.items():
         cache = decoder.full_cache(ids.shape[1] + n_new)
-        step = fast.stepper(decoder, cache, kind=kind)
-        ways[way] = partial(_ours, decoder, ids, n_new, cache, step)
-        steps[way], start_ups[way] = step.name, round(step.start_up_s, 3)
+        started = time.perf_counter()
+        reader, step = fast.reader(decoder, cache, ids.shape[1], kind=kind), fast.stepper(decoder, cache, kind=kind)
+        used["start_up_s"][way] = round(time.perf_counter() - started, 3)
+        used["readers"][way], used["steps"][way] = reader.name, step.name
+        ways[way] = partial(_ours, decoder, ids, n_new, cache, reader, step)
     if gguf is not None:
         ways["llama.cpp"] = _llama_cpp(gguf, ids, n_new)
-    return ways, steps, start_ups
+    return ways, used
 
 
 def _read(kernel: Callable[[], object]) -> list[float]:
@@ -146,8 +148,10 @@ def _hugging_face(model: Any, ids: Tensor, n_new: int, *, static: bool = False, 
     return [after - before for before, after in pairwise(stamps)]
 
 
-def _ours(decoder: Decoder, ids: Tensor, n_new: int, cache: Any, step: fast.Stepper) -> list[float]:
-    steps = stream(decoder, ids.tolist(), max_new_tokens=n_new, cache=cache, stepper=step)
+def _ours(
+    decoder: Decoder, ids: Tensor, n_new: int, cache: Any, reader: fast.Reader, step: fast.Stepper
+) -> list[float]:
+    steps = stream(decoder, ids.tolist(), max_new_tokens=n_new, cache=cache, reader=reader, stepper=step)
     return [each.ms / 1000 for each in steps]
 
 

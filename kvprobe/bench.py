@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -275,7 +276,32 @@ def _multipliers(dtype: torch.dtype, device: torch.device, width: int) -> dict[s
             linear = partial(torch.ops.mkldnn._linear_pointwise, left, packed, None, "none", [], "")
             linear()
             ways["oneDNN linear"] = linear
+    if (ours := _our_tiles(width)) is not None:
+        ways["numba tiles" if dtype == torch.float32 else "numba tiles, through float32"] = ours
     return ways
+
+
+def _our_tiles(width: int) -> Callable[[], object] | None:
+    """The very product of a compiled prompt, by torch's number of threads, in float32; None without numba."""
+    try:
+        from kvprobe.prompt_kernels import multiply
+        from kvprobe.tiles import BLOCK, TILE_ROWS
+    except ImportError:
+        return None
+    n_blocks = -(-width // BLOCK)
+    matrix, blocks = torch.randn(width, width), torch.randn(n_blocks, width, BLOCK)
+    edges = [width * i // torch.get_num_threads() for i in range(torch.get_num_threads() + 1)]
+    outs = [torch.empty(n_blocks * (stop - start) + TILE_ROWS, BLOCK) for start, stop in pairwise(edges)]
+
+    def share(i: int) -> None:
+        rows = matrix[edges[i] : edges[i + 1]]
+        multiply(rows.data_ptr(), len(rows), width, blocks.data_ptr(), n_blocks, outs[i].data_ptr())
+
+    def product() -> None:
+        with ThreadPoolExecutor(len(outs)) as pool:
+            list(pool.map(share, range(len(outs))))
+
+    return product
 
 
 def _higher(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:

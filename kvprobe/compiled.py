@@ -15,12 +15,16 @@ from torch import Tensor, nn
 from kvprobe import kernels as k
 from kvprobe.caches import KVCache, RollingCache
 from kvprobe.config import Rotary
-from kvprobe.decoder import Block, Decoder, Norm
+from kvprobe.decoder import Block, Decoder
 from kvprobe.fast import one_thread
-from kvprobe.team import Arena, Team
+from kvprobe.team import Arena, Team, vector_of
+from kvprobe.tickets import DONE, LIMIT, TAKEN, TOTAL
 
 # What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads waiting at a phase's end.
 PIECE_BYTES = 384 * 1024
+# Into how many parts a matrix is cut that is stored by inputs: enough for some threads, and what they all add is small
+# beside the matrix. Not by the number of threads either.
+INPUT_PARTS = 16
 # Into how many pieces attention is cut at least, by parts of the slots where there are fewer key/value heads: not by
 # the number of threads, since results do not depend on it.
 ATTENTION_PIECES = 24
@@ -47,7 +51,7 @@ class NumbaStep:
         self._table = self._plan.table
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
         kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
-        self._team = Team(n_threads or torch.get_num_threads(), self._table, kinds, self._arena)
+        self._team = Team(k.work, n_threads or torch.get_num_threads(), self._table, kinds, self._arena)
         # nothing stands open yet: this compiles, or reads what an earlier process compiled
         k.work(self._table, 1, *kinds)
 
@@ -92,6 +96,10 @@ class _Plan:
         self.x, self.qkv, self.added = (self._rows(n) for n in (config.hidden, width, config.hidden))
         self.mixed, self.gated = self._rows(config.n_heads * config.head_dim), self._rows(config.mlp_width)
         self.logits = self._rows(config.vocab)
+        # [parts, batch, outputs] of the matrices that read one vector, where they are stored by inputs
+        widest = max(width, config.hidden, config.mlp_width)
+        by_inputs = any(not parameter.is_contiguous() for parameter in decoder.blocks.parameters())
+        self.parts_of_inputs = arena.floats(INPUT_PARTS * batch * widest * by_inputs)
         self.pads = arena.words(batch)
         slots = max(keys.shape[2] for keys in cache.keys)
         self.parts = -(-ATTENTION_PIECES // (batch * config.n_kv_heads))
@@ -129,10 +137,10 @@ class _Plan:
         counters = arena.words(24)
         given = {
             k.PLAN: plan.ctypes.data,
-            k.TOTAL: len(plan),
-            k.TAKEN: counters.ctypes.data,
-            k.DONE: counters.ctypes.data + 64,
-            k.LIMIT: counters.ctypes.data + 128,
+            TOTAL: len(plan),
+            TAKEN: counters.ctypes.data,
+            DONE: counters.ctypes.data + 64,
+            LIMIT: counters.ctypes.data + 128,
             k.SCRATCH: arena.floats(n_threads * scratch // 4).data_ptr(),
             k.SCRATCH_BYTES: scratch,
             k.WEIGHT_BYTES: self.item,
@@ -219,7 +227,7 @@ class _Plan:
             self._phase([(module, self.x)], source=source, mode=k.ADD)
             return
         self._phase([(module, self.added)], source=source)
-        need, norm = len(self.pieces), self._norm(post_norm)
+        need, norm = len(self.pieces), vector_of(post_norm, self.arena)
         self._piece(need, k.ADD_NORMED, 0, 1, source=self.added, target=self.x, norm=norm)
 
     def _heads(self, op: int, layer: int, *, parts: int = 1, target: Tensor | None = None) -> None:
@@ -239,43 +247,53 @@ class _Plan:
         second: Any = None,
     ) -> None:
         """Matrices that read the same vector, cut into pieces of about `PIECE_BYTES`, as many for each thread."""
-        need, starts = len(self.pieces), 0 if norm is None else self._norm(norm)
+        need, starts = len(self.pieces), 0 if norm is None else vector_of(norm, self.arena)
+        if second is None and all(self.arena.matrix(module.weight)[1] for module, _ in products):
+            self._by_inputs(products, source=source, norm=starts, mode=mode)
+            return
         for module, target in products:
-            weight = module.weight
-            n_out, n_in = weight.shape
-            matrix, turned = self.arena.matrix(weight)
-            other, turned_too = (0, turned) if second is None else self.arena.matrix(second.weight)
-            if second is not None and (turned or turned_too):
-                # only GPT-2 stores [in, out], and it has no gate
-                matrix, _ = self.arena.matrix(weight.contiguous())
-                other, _ = self.arena.matrix(second.weight.contiguous())
-                turned = False
-            biases = [each.bias for each in (module, second) if getattr(each, "bias", None) is not None]
-            bias = self.arena.vector(*biases) if biases else 0
-            op = k.GATED if second is not None else k.COLUMNS if turned else k.ROWS
-            n_bytes = n_out * n_in * self.item * (1 if second is None else 2)
-            per_thread = max(1, round(n_bytes / PIECE_BYTES / self.n_threads))
-            # rows come in fours; columns should be as wide as they can
-            count = min(self.n_threads * (1 if turned else per_thread), max(1, n_out // 4))
-            edges = [min(n_out, 4 * round(n_out * i / count / 4)) for i in range(count)] + [n_out]
-            stride = n_out if second is not None else weight.stride(1) if turned else n_in
+            # only GPT-2 stores [in, out], and it has no gate
+            weights = [each.weight.contiguous() for each in (module, second) if each is not None]
+            n_out, n_in = weights[0].shape
+            per_thread = max(1, round(sum(map(torch.numel, weights)) * self.item / PIECE_BYTES / self.n_threads))
+            # rows come in fours
+            edges = _edges(n_out, min(self.n_threads * per_thread, n_out // 4), 4)
+            shared = {
+                "matrix": self.arena.matrix(weights[0])[0],
+                "second": self.arena.matrix(weights[-1])[0],
+                "width": n_in,
+                # where the second's biases begin
+                "stride": n_out,
+                "norm": starts,
+                "bias": self._biases(module, second),
+                "mode": mode,
+            }
             for first, last in pairwise(edges):
-                if first < last:
-                    self._piece(
-                        need,
-                        op,
-                        first,
-                        last,
-                        source=source,
-                        target=target,
-                        matrix=matrix,
-                        second=other,
-                        width=n_in,
-                        stride=stride,
-                        norm=starts,
-                        bias=bias,
-                        mode=mode,
-                    )
+                op = k.ROWS if second is None else k.GATED
+                self._piece(need, op, first, last, source=source, target=target, **shared)
+
+    def _by_inputs(self, products: Sequence[tuple[Any, Tensor]], *, source: Tensor, norm: int, mode: int) -> None:
+        """The same of matrices stored ``[in, out]``: what parts of the inputs add, then the sums of that."""
+        need, n_in, sums = len(self.pieces), source.shape[1], []
+        edges = _edges(n_in, min(INPUT_PARTS, n_in // 8), 8)
+        n_parts, begin = len(edges) - 1, 0
+        for modules, target in _side_by_side(products):
+            weight, n_out = modules[0].weight, sum(module.weight.shape[0] for module in modules)
+            parts = self.parts_of_inputs[begin : begin + n_parts * self.batch * n_out].view(n_parts, self.batch, n_out)
+            begin += parts.numel()
+            shared = {"matrix": self.arena.matrix(weight)[0], "stride": weight.stride(1), "width": n_out, "norm": norm}
+            for part, (first, last) in zip(parts, pairwise(edges), strict=True):
+                self._piece(need, k.INPUTS, first, last, source=source, target=part, **shared)
+            sums.append((parts, target, {"width": n_out, "part": n_parts, "bias": self._biases(*modules)}))
+        need = len(self.pieces)
+        for parts, target, others in sums:
+            n_out = parts.shape[-1]
+            for first, last in pairwise(_edges(n_out, min(self.n_threads, n_out // 64), 4)):
+                self._piece(need, k.SUM, first, last, source=parts[0], target=target, mode=mode, **others)
+
+    def _biases(self, *modules: Any) -> int:
+        biases = [each.bias for each in modules if getattr(each, "bias", None) is not None]
+        return self.arena.vector(*biases) if biases else 0
 
     def _piece(
         self,
@@ -298,11 +316,6 @@ class _Plan:
             row[getattr(k, name.upper())] = value
         self.pieces.append(row)
 
-    def _norm(self, norm: Any) -> int:
-        if isinstance(norm, Norm):
-            return self.arena.vector(norm.weight.float() + norm.offset)
-        return self.arena.vector(norm.weight, norm.bias)
-
     def _layer_row(self, layer: int, block: nn.Module, cache: KVCache) -> list[int]:
         config, row = self.config, [0] * k.LAYER_ROW
         attention: Any = block.attention
@@ -318,9 +331,35 @@ class _Plan:
             angles, lag_angles = self.angles[rotary]
             row[k.ANGLES], row[k.LAG_ANGLES] = angles.data_ptr(), lag_angles.data_ptr()
         if config.qk_norm:
-            row[k.QUERY_NORM], row[k.KEY_NORM] = self._norm(attention.query_norm), self._norm(attention.key_norm)
+            row[k.QUERY_NORM], row[k.KEY_NORM] = (
+                vector_of(attention.query_norm, self.arena),
+                vector_of(attention.key_norm, self.arena),
+            )
         row[k.SCALE] = int(np.float32(attention.scale).view(np.int32))
         return row
+
+
+def _edges(total: int, count: int, multiple: int) -> list[int]:
+    """Where about ``count`` parts of about the same size begin, each a multiple, and the end."""
+    count = max(1, count)
+    inner = {multiple * round(total * i / count / multiple) for i in range(1, count)}
+    return [0, *sorted(edge for edge in inner if 0 < edge < total), total]
+
+
+def _side_by_side(products: Sequence[tuple[Any, Tensor]]) -> list[tuple[list[Any], Tensor]]:
+    """Modules whose outputs are neighbours, as those of GPT-2's one matrix of queries, keys and values, as one."""
+    together: list[tuple[list[Any], Tensor]] = []
+    for module, target in products:
+        if together:
+            modules, first = together[-1]
+            before, weight = modules[-1].weight, module.weight
+            n_before = sum(each.weight.shape[0] for each in modules)
+            follows = weight.data_ptr() == before.data_ptr() + before.shape[0] * before.element_size()
+            if follows and weight.stride() == before.stride() and target.data_ptr() == first.data_ptr() + 4 * n_before:
+                modules.append(module)
+                continue
+        together.append(([module], target))
+    return together
 
 
 def _step(rows: Tensor) -> int:

@@ -1,25 +1,28 @@
-"""Which decode step is the fastest here, and the same? One small interface, chosen once, named in every run record.
+"""Which way to read a prompt and to decode is the fastest here, and the same? Chosen once, named in every run record.
 
-    step = fast.stepper(decoder, cache)
+    reader, step = fast.reader(decoder, cache, n_tokens), fast.stepper(decoder, cache)
+    x = reader.read(ids)               # as decoder.body, of the last token; reader.name is "numba" or "torch"
     logits = step.step(token)          # as generate.decode; step.name is "numba" or "torch"
 
-The torch step is the readable decoder itself. The numba step (:mod:`kvprobe.kernels`) reads the same weights and
-writes the same cache buffers, so the two can take turns.
+The torch ways are the readable decoder itself. Those of numba (:mod:`kvprobe.kernels`, :mod:`kvprobe.prompt_kernels`)
+read the same weights and write the same cache buffers, so all can take turns.
 """
 
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from kvprobe import linear
 from kvprobe.attention import AttentionCall
 from kvprobe.caches import FullCache, KVCache, RollingCache
-from kvprobe.decoder import Attend, Decoder
+from kvprobe.decoder import Attend, Decoder, DecoderConfig
 
 Kind = Literal["auto", "numba", "torch"]
 
@@ -89,8 +92,83 @@ def stepper(decoder: Decoder, cache: KVCache, *, attend: Attend | None = None, k
     return step
 
 
+class Reader(Protocol):
+    """A way to read prompts bound to one decoder and one cache; ``name`` is "numba" or "torch"."""
+
+    name: str
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Feed ``ids`` ``[batch, n_tokens]`` after what the cache holds; the last token's ``[batch, hidden]``.
+
+        What :meth:`Decoder.body` gives of it. Raises ValueError, before anything is written, where the cache or the
+        model's positions do not suffice.
+        """
+        ...
+
+
+class TorchReader:
+    """The decoder as it stands, with the matrix product that is the fastest here."""
+
+    name = "torch"
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self._decoder, self._cache = decoder, cache
+
+    @torch.no_grad()
+    def read(self, ids: Tensor) -> Tensor:
+        """As :class:`Reader` says."""
+        with linear.fastest(self._decoder, ids.shape[1]):
+            return self._decoder.body(ids, cache=self._cache)[:, -1]
+
+
+def reader(decoder: Decoder, cache: KVCache, n_tokens: int, *, chunk: int | None = None, kind: Kind = "auto") -> Reader:
+    """The fastest way to read ``n_tokens`` tokens a row into ``cache`` as it stands, at most ``chunk`` at once.
+
+    The compiled one where it is faster than torch on this machine, which is measured once ("numba": without asking),
+    of prompts of at least `linear.FEWEST_TOKENS`, without padding, and into a cache that they do not make roll.
+    """
+    rolls = any(cache.length + n_tokens > keys.shape[2] for keys in cache.keys)
+    plain = type(cache) is FullCache and cache.pads is None and not rolls
+    few = min(n_tokens, chunk or n_tokens) < linear.FEWEST_TOKENS
+    if kind == "torch" or few or not plain or obstacle(decoder, cache):
+        return TorchReader(decoder, cache)
+    try:
+        from kvprobe.prompt import NumbaReader
+    except ImportError:
+        return TorchReader(decoder, cache)
+    if kind == "auto" and not compiled_reads_faster(decoder.embedding.weight.dtype, torch.get_num_threads()):
+        return TorchReader(decoder, cache)
+    return NumbaReader(decoder, cache)
+
+
+@lru_cache(maxsize=8)
+def compiled_reads_faster(dtype: torch.dtype, n_threads: int) -> bool:
+    """Whether on this machine, with so many threads, prompts are read faster compiled than by torch: both timed."""
+    from kvprobe.prompt import NumbaReader
+
+    config = DecoderConfig(
+        n_layers=1, n_heads=8, n_kv_heads=4, head_dim=64, hidden=512, mlp_width=1536, vocab=64, max_positions=192
+    )
+    with torch.random.fork_rng(devices=[]):
+        decoder = Decoder(config).to(dtype)
+        ids = torch.randint(config.vocab, (1, config.max_positions))
+    cache = decoder.full_cache(config.max_positions)
+    best: dict[str, float] = {}
+    readers: list[Reader] = [NumbaReader(decoder, cache, n_threads=n_threads), TorchReader(decoder, cache)]
+    for turn in range(4):
+        for each in readers:
+            cache.reset()
+            started = time.perf_counter()
+            each.read(ids)
+            taken = time.perf_counter() - started
+            if turn:
+                # the first call sets up; of the others the best, since a busy machine only ever adds
+                best[each.name] = min(best.get(each.name, taken), taken)
+    return best["numba"] < best["torch"]
+
+
 @contextmanager
-def one_thread(step: Stepper | None) -> Iterator[None]:
+def one_thread(step: Stepper | Reader | None) -> Iterator[None]:
     """Inside, torch works on one thread if ``step`` has threads of its own.
 
     Two pools on the same cores take turns at them: the few small operations between two compiled steps would cost

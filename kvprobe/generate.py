@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from kvprobe import fast, linear
+from kvprobe import fast
 from kvprobe.caches import KVCache
 from kvprobe.decoder import Decoder
 from kvprobe.errors import KvprobeError
@@ -128,13 +128,20 @@ class Generation:
 
 @torch.no_grad()
 def prefill(
-    decoder: Decoder, ids: Tensor, cache: KVCache, *, pads: Tensor | None = None, chunk: int | None = None
+    decoder: Decoder,
+    ids: Tensor,
+    cache: KVCache,
+    *,
+    pads: Tensor | None = None,
+    chunk: int | None = None,
+    reader: fast.Reader | None = None,
 ) -> Tensor:
     """Read ``ids`` ``[batch, length]`` into ``cache``; return the logits after the last, ``[batch, vocab]``.
 
     ``chunk`` is the most tokens at once (default: all, and a window's worth into a rolling cache, so that memory does
     not grow with the prompt). The result is the same in any chunks. ``pads`` int ``[batch]`` is the left padding of
-    each row, of a cache that is still empty.
+    each row, of a cache that is still empty. ``reader`` was made for this decoder and ``cache``; by default it is the
+    fastest there is.
     """
     chunk = (cache.window or ids.shape[1]) if chunk is None else chunk
     if chunk < 1:
@@ -148,10 +155,10 @@ def prefill(
     cache.check(*ids.shape)
     if cache.pads is not None and int(cache.pads.max()) >= cache.length + ids.shape[1]:
         raise ValueError(f"a row is nothing but padding: {cache.pads.tolist()} of {ids.shape[1]} tokens")
+    reader = reader or fast.reader(decoder, cache, ids.shape[1], chunk=chunk)
     for part in ids.split(chunk, dim=1):
-        with linear.fastest(decoder, part.shape[1]):
-            x = decoder.body(part, cache=cache)
-    return decoder.logits(x[:, -1])
+        x = reader.read(part)
+    return decoder.logits(x)
 
 
 @torch.no_grad()
@@ -176,14 +183,16 @@ def stream(
     chunk: int | None = None,
     step: fast.Kind = "auto",
     stepper: fast.Stepper | None = None,
+    reader: fast.Reader | None = None,
 ) -> Iterator[Step]:
     """Continue each of ``prompts`` (token ids, of any lengths), one :class:`Step` at a time.
 
     ``cache`` is emptied first; by default it is a full one of the size needed. ``naive`` uses none and reads the
     whole sequence again for every token: the baseline. Default sampling is greedy. A row ends with a token of ``eos``.
-    The same ``seed`` draws the same tokens. ``step`` is the decode step: the fastest there is ("auto"), "numba" or
-    "torch"; or give a ``stepper``, made for this decoder and ``cache``. Raises ValueError at once for an empty prompt
-    and where the model's positions or the cache will not suffice; KvprobeError for logits that are not finite.
+    The same ``seed`` draws the same tokens. ``step`` is how to read and to decode: the fastest way there is ("auto"),
+    "numba" or "torch"; or give a ``stepper`` and a ``reader``, made for this decoder and ``cache``. Raises ValueError
+    at once for an empty prompt and where the model's positions or the cache will not suffice; KvprobeError for logits
+    that are not finite.
     """
     sampling = sampling or Sampling()
     needed = tokens_fed(prompts, max_new_tokens)
@@ -201,11 +210,14 @@ def stream(
             # one token is prefill's: nothing to make ready for
             if stepper is None and max_new_tokens > 1:
                 stepper = fast.stepper(decoder, cache, kind=step)
+            if reader is None:
+                kind = step if stepper is None or stepper.name != "torch" else "torch"
+                reader = fast.reader(decoder, cache, ids.shape[1], chunk=chunk or cache.window, kind=kind)
         except ValueError:
             # the padding is of these prompts, which it does not take
             cache.reset()
             raise
-    return _steps(decoder, ids, pads, max_new_tokens, cache, sampling, seed, frozenset(eos), chunk, stepper)
+    return _steps(decoder, ids, pads, max_new_tokens, cache, sampling, seed, frozenset(eos), chunk, reader, stepper)
 
 
 def generate(
@@ -221,6 +233,7 @@ def generate(
     chunk: int | None = None,
     step: fast.Kind = "auto",
     stepper: fast.Stepper | None = None,
+    reader: fast.Reader | None = None,
 ) -> Generation:
     """As :func:`stream`, all at once."""
     if cache is None and not naive:
@@ -239,6 +252,7 @@ def generate(
         chunk=chunk,
         step=step,
         stepper=stepper,
+        reader=reader,
     )
     return Generation.of(steps, cache)
 
@@ -296,6 +310,7 @@ def _steps(
     seed: int,
     eos: frozenset[int],
     chunk: int | None,
+    reader: fast.Reader | None,
     stepper: fast.Stepper | None,
 ) -> Iterator[Step]:
     generator = torch.Generator(ids.device).manual_seed(seed)
@@ -307,7 +322,7 @@ def _steps(
             ids = ids if token is None else torch.cat([ids, token[:, None]], dim=1)
             logits = _naive(decoder, ids, pads)
         elif token is None:
-            logits = prefill(decoder, ids, cache, chunk=chunk)
+            logits = prefill(decoder, ids, cache, chunk=chunk, reader=reader)
         else:
             assert stepper is not None
             logits = stepper.step(token)

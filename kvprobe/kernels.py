@@ -15,38 +15,30 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.machine import (
-    add,
-    at,
-    compiled,
-    compiled_for_numbers,
-    compiled_in_order,
-    narrow,
-    power_of_two,
-    prefetch,
-    read,
-    swap,
-    wide,
-    yield_core,
-)
+from kvprobe.functions import exp, gelu, silu, tanh
+from kvprobe.machine import add, at, compiled, compiled_for_numbers, narrow, prefetch, read, wide
+from kvprobe.tickets import DONE, LIMIT, TAKEN, TOTAL, take, wait
 
+# Of the modules of compiled functions imported here: numba keeps machine code until this very file changes.
+MADE_OF = "68eaf381a33a"
 # One piece: int64 [ROW]. `NEED` counts the pieces that must be done before it. It is of all sequences of the batch,
 # whose vectors are `SOURCE_STEP` and `TARGET_STEP` bytes apart; one head's piece is of `SEQUENCE` alone.
 (
     NEED, OP, FIRST, LAST, MATRIX, SECOND, WIDTH, STRIDE, SOURCE, TARGET, NORM, BIAS, MODE, LAYER, SOURCE_STEP,
     TARGET_STEP, SEQUENCE, PART, ROW,
 ) = range(19)  # fmt: skip
-# what OP may be: rows or columns of a matrix, the gated pair of them, one key/value head into the cache, attention of
-# the query heads that share it to a part of its slots, what comes of all parts, the norm of what is added
-ROWS, COLUMNS, GATED, PLACE, ATTEND, MERGE, ADD_NORMED = range(7)
-# what MODE may be: how ROWS and COLUMNS end (or, for GATED, which activation)
+# what OP may be: rows of a matrix, the gated pair of them, some inputs of a matrix that is stored by inputs and the sum
+# over all of them, one key/value head into the cache, attention of the query heads that share it to a part of its
+# slots, what comes of all parts, the norm of what is added
+ROWS, GATED, INPUTS, SUM, PLACE, ATTEND, MERGE, ADD_NORMED = range(8)
+# what MODE may be: how ROWS and SUM end (or, for GATED, which activation)
 STORE, ADD, GELU, SILU, CAP = range(5)
 # What all pieces share: int64 [TABLE], addresses and numbers.
 (
-    PLAN, TOTAL, TAKEN, DONE, LIMIT, SCRATCH, SCRATCH_BYTES, WEIGHT_BYTES, CACHE_BYTES, IS_LAYER_NORM, HIDDEN, N_HEADS,
+    PLAN, SCRATCH, SCRATCH_BYTES, WEIGHT_BYTES, CACHE_BYTES, IS_LAYER_NORM, HIDDEN, N_HEADS,
     N_KV_HEADS, HEAD_DIM, N_SINK, LAYERS, NUMBERS, LENGTH, LAG, QKV, MAX_ROWS, BATCH, PADS, PARTS, PART_SLOTS,
     PARTIAL, TABLE,
-) = range(27)  # fmt: skip
+) = range(4, 27)  # fmt: skip
 # One layer: int64 [LAYER_ROW]. `ANGLES`: float32 [batch, 2, head_dim / 2], cosines and sines; `LAG_ANGLES`: of one.
 KEYS, VALUES, MADE, SLOTS, LOCAL, ROTARY, ANGLES, LAG_ANGLES, QUERY_NORM, KEY_NORM, SCALE, LAYER_ROW = range(12)
 # float32 [2]: the norms' epsilon and the bound of the logits
@@ -59,76 +51,23 @@ ROWS_AT_ONCE = 4
 HALVES, INTERLEAVED = 1, 2
 
 _F = np.float32
-_LOG2_E, _LN2_HIGH, _LN2_LOW = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4)
-_GELU_A, _GELU_B = _F(0.7978845608028654), _F(0.044715)
-_ZERO, _HALF, _ONE, _TWO = _F(0), _F(0.5), _F(1), _F(2)
-_LOWEST, _HIGHEST = _F(-87.3), _F(88.0)
+_ZERO, _ONE = _F(0), _F(1)
 _HIDDEN = _F(-np.inf)
 _WORD = np.int64(0)
 
 
 @compiled
-def _wait(counter: int, wanted: int) -> None:
-    spins = 0
-    while read(counter) < wanted:
-        spins += 1
-        # the thread waited for may need this very core
-        if spins > 2000:
-            yield_core()
-
-
-@compiled
 def _wait_reading(counter: int, wanted: int, piece: Any, size: int) -> None:
     """Wait, and ask for the matrix that is needed then, so that memory does not wait as well."""
-    if piece[OP] == ROWS or piece[OP] == GATED:
-        line = piece[MATRIX] + piece[FIRST] * piece[WIDTH] * size
-        end = line + min(EARLY_BYTES, (piece[LAST] - piece[FIRST]) * piece[WIDTH] * size)
+    if piece[OP] <= INPUTS:
+        row = (piece[STRIDE] if piece[OP] == INPUTS else piece[WIDTH]) * size
+        line = piece[MATRIX] + piece[FIRST] * row
+        end = line + min(EARLY_BYTES, (piece[LAST] - piece[FIRST]) * row)
         while line < end and read(counter) < wanted:
             for ahead in range(line, min(line + 512, end), 64):
                 prefetch(ahead)
             line += 512
-    _wait(counter, wanted)
-
-
-@compiled
-def _take(taken: int, limit: int) -> int:
-    while True:
-        ticket = read(taken)
-        if ticket >= limit:
-            return -1
-        if swap(taken, ticket, ticket + 1):
-            return ticket
-
-
-@compiled_in_order
-def _exp(x: Any) -> Any:
-    """To 1e-7 of itself (Cephes' polynomial), of what the compiler can do eight at a time."""
-    x = _LOWEST if x < _LOWEST else x
-    x = _HIGHEST if x > _HIGHEST else x
-    power = np.floor(x * _LOG2_E + _HALF)
-    rest = (x - power * _LN2_HIGH) - power * _LN2_LOW
-    sum_ = _F(1.9875691500e-4)
-    sum_ = sum_ * rest + _F(1.3981999507e-3)
-    sum_ = sum_ * rest + _F(8.3334519073e-3)
-    sum_ = sum_ * rest + _F(4.1665795894e-2)
-    sum_ = sum_ * rest + _F(1.6666665459e-1)
-    sum_ = sum_ * rest + _F(5.0000001201e-1)
-    return ((sum_ * rest) * rest + rest + _ONE) * power_of_two(power)
-
-
-@compiled_in_order
-def _tanh(x: Any) -> Any:
-    return _ONE - _TWO / (_exp(_TWO * x) + _ONE)
-
-
-@compiled_in_order
-def _gelu(x: Any) -> Any:
-    return _HALF * x * (_ONE + _tanh(_GELU_A * (x + _GELU_B * x * x * x)))
-
-
-@compiled_in_order
-def _silu(x: Any) -> Any:
-    return x / (_ONE + _exp(-x))
+    wait(counter, wanted)
 
 
 @compiled
@@ -303,11 +242,11 @@ def _finish(piece: Any, table: Any, sequence: int, out: Any) -> None:
             target[r] += out[r]
     elif mode == GELU:
         for r in range(n_rows):
-            target[r] = _gelu(out[r])
+            target[r] = gelu(out[r])
     elif mode == CAP:
         cap = at(table[NUMBERS], _ZERO)[SOFTCAP]
         for r in range(n_rows):
-            target[r] = _tanh(out[r] / cap) * cap
+            target[r] = tanh(out[r] / cap) * cap
 
 
 @compiled
@@ -329,10 +268,10 @@ def _gated(piece: Any, table: Any, vectors: int, step: int, outs: int, zero: Any
                 out[r] += up_bias[r]
         if piece[MODE] == SILU:
             for r in range(n_rows):
-                target[r] = _silu(target[r]) * out[r]
+                target[r] = silu(target[r]) * out[r]
         else:
             for r in range(n_rows):
-                target[r] = _gelu(target[r]) * out[r]
+                target[r] = gelu(target[r]) * out[r]
 
 
 @compiled
@@ -427,7 +366,7 @@ def _attend(piece: Any, table: Any, scores: int, zero: Any) -> None:
         highest, total = _highest(mine, count) if count else _HIDDEN, _ZERO
         for k in range(count):
             # where all is hidden there is no highest
-            mine[k] = _exp(mine[k] - highest) if highest != _HIDDEN else _ZERO
+            mine[k] = exp(mine[k] - highest) if highest != _HIDDEN else _ZERO
             total += mine[k]
         left[0], left[1] = highest, total
     _mix(layer[VALUES] + offset, size, count, head_dim, head_dim, group, scores, step, partial, next_head, zero)
@@ -454,7 +393,7 @@ def _merge(piece: Any, table: Any) -> None:
             output[d] = _ZERO
         for part in range(parts):
             left = at(_partial(table, piece[SEQUENCE], head, part), _ZERO)
-            weight = _exp(left[head_dim] - highest)
+            weight = exp(left[head_dim] - highest)
             total += weight * left[head_dim + 1]
             for d in range(head_dim):
                 output[d] += weight * left[d]
@@ -463,31 +402,38 @@ def _merge(piece: Any, table: Any) -> None:
 
 
 @compiled
-def _product(piece: Any, table: Any, vectors: int, step: int, outs: int, zero: Any) -> None:
-    first, width, stride, size = piece[FIRST], piece[WIDTH], piece[STRIDE], table[WEIGHT_BYTES]
+def _rows(piece: Any, table: Any, vectors: int, step: int, outs: int, zero: Any) -> None:
+    first, width, size = piece[FIRST], piece[WIDTH], table[WEIGHT_BYTES]
     n_rows, batch, out_step = piece[LAST] - first, table[BATCH], 4 * table[MAX_ROWS]
-    if piece[OP] == ROWS:
-        matrix = piece[MATRIX] + first * width * size
-        _dots_of_all(matrix, size, n_rows, width, batch, vectors, step, outs, out_step, zero)
-    else:
-        matrix = piece[MATRIX] + first * size
-        _mix(matrix, size, width, stride, n_rows, batch, vectors, step, outs, out_step, zero)
+    _dots_of_all(piece[MATRIX] + first * width * size, size, n_rows, width, batch, vectors, step, outs, out_step, zero)
     for sequence in range(batch):
         _finish(piece, table, sequence, at(outs + sequence * out_step, _ZERO))
 
 
 @compiled
-def open_step(shared: Any) -> None:
-    """Let the pieces of one more step be taken; whoever takes one sees all that was written before."""
-    table = at(shared.ctypes.data, _WORD)
-    add(table[LIMIT], table[TOTAL])
+def _inputs(piece: Any, table: Any, vectors: int, step: int, zero: Any) -> None:
+    """What some inputs add to all outputs, of a matrix stored ``[in, out]`` (GPT-2's): read from front to back.
+
+    (GPT-2 124M's shapes on a Zen 3, two threads: 24 to 28 GB/s so, 16 to 21 with some columns for each thread.)
+    """
+    first, stride, size, width = piece[FIRST], piece[STRIDE], table[WEIGHT_BYTES], piece[WIDTH]
+    matrix, n_rows, its = piece[MATRIX] + first * stride * size, piece[LAST] - first, vectors + 4 * first
+    _mix(matrix, size, n_rows, stride, width, table[BATCH], its, step, piece[TARGET], piece[TARGET_STEP], zero)
 
 
 @compiled
-def is_open(shared: Any) -> bool:
-    """Whether pieces of the last step are not done yet."""
-    table = at(shared.ctypes.data, _WORD)
-    return read(table[DONE]) < read(table[LIMIT])
+def _sum(piece: Any, table: Any, outs: int) -> None:
+    """Some outputs, from what the parts of the inputs added: float32 ``[parts, batch, width]``."""
+    first, width, n_parts, batch = piece[FIRST], piece[WIDTH], piece[PART], table[BATCH]
+    n_rows, out = piece[LAST] - first, at(outs, _ZERO)
+    for sequence in range(batch):
+        for r in range(n_rows):
+            out[r] = _ZERO
+        for part in range(n_parts):
+            added = at(piece[SOURCE] + 4 * ((part * batch + sequence) * width + first), _ZERO)
+            for r in range(n_rows):
+                out[r] += added[r]
+        _finish(piece, table, sequence, out)
 
 
 @compiled
@@ -506,7 +452,7 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
     spare = outs + 4 * batch * table[MAX_ROWS]
     eps, normed_for = at(table[NUMBERS], _ZERO)[EPS], -1
     while True:
-        ticket = _take(table[TAKEN], limit)
+        ticket = take(table[TAKEN], limit)
         if ticket < 0:
             break
         piece = at(table[PLAN] + 8 * ROW * (ticket - start), _WORD)
@@ -520,10 +466,14 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
                     _norm(source, hidden, piece[NORM], table[IS_LAYER_NORM], eps, target)
                 normed_for = piece[NEED]
             vectors, step = normed, 4 * hidden
-        if op <= COLUMNS:
-            _product(piece, table, vectors, step, outs, weight_zero)
+        if op == ROWS:
+            _rows(piece, table, vectors, step, outs, weight_zero)
         elif op == GATED:
             _gated(piece, table, vectors, step, outs, weight_zero)
+        elif op == INPUTS:
+            _inputs(piece, table, vectors, step, weight_zero)
+        elif op == SUM:
+            _sum(piece, table, outs)
         elif op == PLACE:
             _place(piece, table, at(spare, _ZERO), cache_zero)
         elif op == ATTEND:
@@ -537,4 +487,4 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
                     target[k] += vector[k]
         add(table[DONE], 1)
     if thread == 0:
-        _wait(table[DONE], limit)
+        wait(table[DONE], limit)

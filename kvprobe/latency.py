@@ -5,6 +5,7 @@ cache; ``naive`` is a token without a cache, the whole context read again; ``end
 tokens, as a user waits for them. Drawing the token from the logits is in the last ones alone.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +31,7 @@ class Observation:
     """One phase at one context and batch: what was timed, how many tokens a run gave, and the work they needed.
 
     ``context`` counts the tokens attended to, the newest included; of ``end_to_end_*`` it is the prompt. ``step`` is
-    "numba" or "torch".
+    "numba" or "torch": what decoded, or in a prefill what read the prompt.
     """
 
     phase: str
@@ -73,9 +74,10 @@ class Observation:
 class Bench:
     """How to time a decoder.
 
-    At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``compiled`` takes the
-    fastest decode step there is (:mod:`kvprobe.fast`), otherwise the decoder as it stands. What the first step of each
-    kind took is in ``start_ups``, notes on why a step is not the fastest in ``notes``: both fill as rows are timed.
+    At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``compiled`` reads
+    prompts and decodes the fastest way there is (:mod:`kvprobe.fast`), otherwise by the decoder as it stands. What the
+    first of each kind took is in ``start_ups``, notes on why a step is not the fastest in ``notes``: both fill as rows
+    are timed.
     """
 
     decoder: Decoder
@@ -138,16 +140,17 @@ class Bench:
                     Observation,
                     context=context,
                     batch=batch,
-                    step="torch",
                     works=(shape.prefill(context, batch=batch),),
                 )
                 if "naive" in mine:
                     timing = self._time("naive", context, batch, partial(self._naive, ids))
-                    yield whole(phase="naive", n_tokens=batch, timing=timing)
+                    yield whole(phase="naive", n_tokens=batch, timing=timing, step="torch")
                 if "prefill" in mine:
-                    read = partial(prefill, self.decoder, ids, cache)
+                    cache.reset()
+                    reader = self._reader(cache, context)
+                    read = partial(prefill, self.decoder, ids, cache, reader=reader)
                     timing = self._time("prefill", context, batch, read, prepare=cache.reset)
-                    yield whole(phase="prefill", n_tokens=batch * context, timing=timing)
+                    yield whole(phase="prefill", n_tokens=batch * context, timing=timing, step=reader.name)
                 if "cached" in mine:
                     self._fill(cache, ids)
                     yield self._cached(cache, ids[:, -1], context, shape)
@@ -177,8 +180,9 @@ class Bench:
         cache = self.decoder.full_cache(n_prompt + n_new - 1, bound_local=True)
         step = self._stepper(cache, ids[:, 0])
         cache.reset()
+        reader = self._reader(cache, n_prompt)
         started = clock()
-        token = prefill(self.decoder, ids[:, :n_prompt], cache).argmax(-1)
+        token = prefill(self.decoder, ids[:, :n_prompt], cache, reader=reader).argmax(-1)
         for done in range(1, n_new):
             self.progress("end to end, cached", done, n_new, "tokens")
             token = step.step(token).argmax(-1)
@@ -199,12 +203,20 @@ class Bench:
         timing = Timing((taken * n_new / samples,))
         yield whole(phase="end_to_end_naive", step="torch", timing=timing, works=works)
 
+    def _reader(self, cache: KVCache, n_tokens: int) -> fast.Reader:
+        """The way to read prompts; what making it ready took is start-up where it is the first of its kind."""
+        started = time.perf_counter()
+        reader = fast.reader(self.decoder, cache, n_tokens, kind="auto" if self.compiled else "torch")
+        if reader.name != "torch":
+            self.start_ups.setdefault(f"{reader.name} reader", time.perf_counter() - started)
+        return reader
+
     def _stepper(self, cache: KVCache, token: Tensor) -> fast.Stepper:
         """A step on ``cache``, after its first run; what both took is start-up where it is the first of its kind."""
         step = fast.stepper(self.decoder, cache, kind="auto" if self.compiled else "torch")
         started = self._clock()
         step.step(token)
-        self.start_ups.setdefault(step.name, step.start_up_s + self._clock() - started)
+        self.start_ups.setdefault(f"{step.name} step", step.start_up_s + self._clock() - started)
         if step.note is not None and self.compiled and step.note not in self.notes:
             self.notes.append(step.note)
         return step
@@ -241,7 +253,7 @@ class Bench:
         if cache.length == ids.shape[1]:
             return
         one = cache if cache.batch == 1 else self.decoder.full_cache(ids.shape[1], bound_local=True)
-        prefill(self.decoder, ids[:1], one)
+        prefill(self.decoder, ids[:1], one, reader=self._reader(one, ids.shape[1]))
         for mine, its in zip([*cache.keys, *cache.values], [*one.keys, *one.values], strict=True):
             if mine is not its:
                 mine.copy_(its.expand_as(mine))

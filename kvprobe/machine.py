@@ -1,7 +1,6 @@
 """What do the kernels ask of the machine that numba has no word for? Pointers, bfloat16, counters shared by threads.
 
-Kept apart from the kernels, but their cached machine code is looked up by the kernels' own file: after a change here,
-touch that one.
+Kept apart from the kernels, whose `MADE_OF` must change with what is here (a test says to what).
 """
 
 from collections.abc import Callable
@@ -9,14 +8,14 @@ from typing import Any, TypeVar
 
 from llvmlite import ir  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from numba import njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic as numba_intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _intrinsic(function: Function) -> Callable[..., Any]:
-    # what is called is without the compiler's context
-    made: Callable[..., Any] = intrinsic(function)
+def intrinsic(function: Function) -> Callable[..., Any]:
+    """Numba's; what is called is without the compiler's context."""
+    made: Callable[..., Any] = numba_intrinsic(function)
     return made
 
 
@@ -45,7 +44,7 @@ def _cached(function: Function, flags: set[str]) -> Function:
         return njit(**options)(function)
 
 
-@_intrinsic
+@intrinsic
 def at(context: Any, address: Any, like: Any) -> Any:
     """``address`` as a pointer to numbers of the type of ``like``."""
 
@@ -55,7 +54,7 @@ def at(context: Any, address: Any, like: Any) -> Any:
     return types.CPointer(like)(types.int64, like), code
 
 
-@_intrinsic
+@intrinsic
 def wide(context: Any, number: Any) -> Any:
     """A stored number as float32: bfloat16 is the upper half of it."""
 
@@ -68,7 +67,7 @@ def wide(context: Any, number: Any) -> Any:
     return types.float32(number), code
 
 
-@_intrinsic
+@intrinsic
 def narrow(context: Any, number: Any, like: Any) -> Any:
     """A float32 as it is stored: bfloat16 is rounded to the nearest, ties to even, NaN stays NaN."""
 
@@ -86,7 +85,7 @@ def narrow(context: Any, number: Any, like: Any) -> Any:
     return like(types.float32, like), code
 
 
-@_intrinsic
+@intrinsic
 def power_of_two(context: Any, exponent: Any) -> Any:
     """2 to a whole float32 between -126 and 127."""
 
@@ -98,7 +97,7 @@ def power_of_two(context: Any, exponent: Any) -> Any:
     return types.float32(types.float32), code
 
 
-@_intrinsic
+@intrinsic
 def prefetch(context: Any, address: Any) -> Any:
     """Ask for the cache line at ``address``, which need not exist, into the second cache: it will be read soon."""
 
@@ -113,7 +112,7 @@ def prefetch(context: Any, address: Any) -> Any:
     return types.void(types.int64), code
 
 
-@_intrinsic
+@intrinsic
 def read(context: Any, address: Any) -> Any:
     """The counter at ``address``, and with it all that was written before it was counted up."""
 
@@ -123,7 +122,7 @@ def read(context: Any, address: Any) -> Any:
     return types.int64(types.int64), code
 
 
-@_intrinsic
+@intrinsic
 def add(context: Any, address: Any, number: Any) -> Any:
     """Add to the counter at ``address``."""
 
@@ -134,7 +133,7 @@ def add(context: Any, address: Any, number: Any) -> Any:
     return types.int64(types.int64, types.int64), code
 
 
-@_intrinsic
+@intrinsic
 def swap(context: Any, address: Any, expected: Any, new: Any) -> Any:
     """Set the counter at ``address`` to ``new`` if it is ``expected``; whether it was."""
 

@@ -1,14 +1,19 @@
-"""Who works off a step's pieces, and what keeps the memory alive that they point into?"""
+"""Who works off a table's pieces, and what keeps the memory alive that they point into?"""
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvprobe import kernels
+from kvprobe import tickets
+from kvprobe.decoder import Norm
+
+# takes pieces until none is left: (table, number of the thread, zeros of the stored types)
+Work = Callable[..., None]
 
 
 class Arena:
@@ -44,41 +49,48 @@ class Arena:
         return int(weight.data_ptr()), not weight.is_contiguous()
 
 
+def vector_of(norm: Any, arena: Arena) -> int:
+    """The address of what a norm multiplies with and, for a LayerNorm, after it of what it adds."""
+    if isinstance(norm, Norm):
+        return arena.vector(norm.weight.float() + norm.offset)
+    return arena.vector(norm.weight, norm.bias)
+
+
 class Team:
     """Threads that wait for a step to open. They hold nothing but the arena, and end with the team."""
 
-    def __init__(self, n_threads: int, table: Any, kinds: tuple[Any, Any], arena: Arena) -> None:
-        self._table, self._kinds = table, kinds
+    def __init__(self, work: Work, n_threads: int, table: Any, kinds: tuple[Any, Any], arena: Arena) -> None:
+        self._work, self._table, self._kinds = work, table, kinds
         self._gates = [threading.Lock() for _ in range(n_threads - 1)]
         closing = threading.Event()
         threads = []
         for number, gate in enumerate(self._gates, start=1):
             gate.acquire()
             # daemons, since the interpreter waits for others before it lets us close the team
-            arguments = (gate, closing, table, number, kinds, arena)
+            arguments = (work, gate, closing, table, number, kinds, arena)
             threads.append(threading.Thread(target=_serve, args=arguments, name=f"kvprobe step {number}", daemon=True))
             threads[-1].start()
         weakref.finalize(self, _close, self._gates, closing, threads)
 
     def finish(self) -> None:
         """Work off what an interrupt left of a step, so that the next one starts from its own first piece."""
-        if kernels.is_open(self._table):
-            kernels.work(self._table, 0, *self._kinds)
+        if tickets.is_open(self._table):
+            self._work(self._table, 0, *self._kinds)
 
     def run(self) -> None:
         """One step, from opening it to its last piece; nothing may stand open (:meth:`finish`)."""
-        kernels.open_step(self._table)
+        tickets.open_step(self._table)
         for gate in self._gates:
             _release(gate)
-        kernels.work(self._table, 0, *self._kinds)
+        self._work(self._table, 0, *self._kinds)
 
 
-def _serve(gate: Any, closing: Any, table: Any, thread: int, kinds: tuple[Any, Any], arena: Arena) -> None:
+def _serve(work: Work, gate: Any, closing: Any, table: Any, thread: int, kinds: tuple[Any, Any], arena: Arena) -> None:
     while True:
         gate.acquire()
         if closing.is_set():
             return
-        kernels.work(table, thread, *kinds)
+        work(table, thread, *kinds)
 
 
 def _release(gate: Any) -> None:

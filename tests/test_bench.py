@@ -176,7 +176,7 @@ def test_a_row_is_arithmetic_on_what_was_timed(decoder):
 def test_start_up_is_the_first_step_and_no_part_of_a_row(decoder):
     timer = Bench(decoder=decoder, compiled=False, repeats=2, clock=Ticking(60, 1, 1, 2, 2))
     (one,) = timer.measure([9], phases=["cached"])
-    assert timer.start_ups == {"torch": 60}
+    assert timer.start_ups == {"torch step": 60}
     assert one.timing.seconds == (2, 2)
 
 

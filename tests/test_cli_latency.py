@@ -53,7 +53,7 @@ def test_rows_and_record(document, tiny_llama):
         if row["phase"] == "cached":
             # 4 query heads on 2, float32
             assert row["attention_intensity"] == 1.0
-    assert run["start_up_s"].keys() == {"torch"}
+    assert run["start_up_s"].keys() == {"torch step"}
     assert run["arithmetic_binds_at_batch"].keys() == {"8", "20"}
     named = """model revision source family dtype device bandwidth_kernels matrix_kernels cores torch_threads compiled
     repeats seconds seed versions cpu wall_s"""
@@ -65,7 +65,7 @@ def test_compiling_is_the_default_and_is_named(document, tiny_llama):
     pytest.importorskip("numba")
     found = document(tiny_llama, "--context", 8, "--phase", "cached", "--batch", 1, "--batch", 2)
     assert [(row["batch"], row["step"]) for row in found["rows"]] == [(1, "numba"), (2, "numba")]
-    assert found["run"]["start_up_s"].keys() == {"numba"}
+    assert found["run"]["start_up_s"].keys() >= {"numba step"}
 
 
 def test_random_weights_need_a_configuration_alone(document, tmp_path):

@@ -12,10 +12,10 @@ def test_every_way_is_timed_on_a_tiny_model(gpt2_random, monkeypatch):
     monkeypatch.setattr(decode_speed, "readers", lambda device: nullcontext({"sum": lambda: sum(range(1000))}))
     before = torch.get_num_threads()
     result = decode_speed.run(str(gpt2_random), text="bundled", n_prompt=20, n_new=4, repeats=2, threads=1)
-    ways = ["Hugging Face, DynamicCache", "Hugging Face, StaticCache", "ours, torch step", "ours, fastest step"]
+    ways = ["Hugging Face, DynamicCache", "Hugging Face, StaticCache", "ours, torch", "ours, fastest"]
     expected = [(phase, way) for phase in ("prefill", "decode") for way in ways] + [("read", "sum")]
     assert [(row["phase"], row["way"]) for row in result.rows] == expected
-    assert result.run["steps"] == {"ours, torch step": "torch", "ours, fastest step": "numba"}
+    assert result.run["steps"] == {"ours, torch": "torch", "ours, fastest": "numba"}
     assert torch.get_num_threads() == before
     assert [row["speedup"] for row in result.rows if row["way"] == ways[0]] == [1, 1]
 

@@ -103,6 +103,33 @@ def test_cache_positions_go_on_without_end_and_agree_after_the_base_has_moved():
 @given(data=st.data())
 def test_random_decoders_agree(data):
     draw = data.draw
+    decoder = random_decoder(drawn_config(draw))
+    turned = decoder.config.rotary is not None
+    kind = draw(st.sampled_from(["full", "bound", "absolute"] + ["cache"] * turned))
+    window, n_sink, n_threads = draw(st.integers(1, 12)), draw(st.integers(0, 4)), draw(st.integers(1, 3))
+    batch = draw(st.sampled_from([1, 1, 2, 5, 8]))
+
+    def make():
+        if kind in ("full", "bound"):
+            return decoder.full_cache(24, batch=batch, bound_local=kind == "bound")
+        return decoder.rolling_cache(window, n_sink=n_sink, positions=kind, batch=batch)
+
+    ours, theirs, ids = make(), make(), tiny_ids(24, batch=batch, seed=draw(st.integers(0, 99)))
+    step = numba(decoder, ours, n_threads=n_threads)
+    n_prompt, pads = draw(st.integers(0, 20)), None
+    if n_prompt and kind in ("full", "bound") and draw(st.booleans()):
+        pads = torch.tensor(draw(st.lists(st.integers(0, n_prompt - 1), min_size=batch, max_size=batch)))
+    for cache in (ours, theirs):
+        cache.pads = pads
+        if n_prompt:
+            decoder(ids[:, :n_prompt], cache=cache)
+    for token in ids.T[n_prompt:]:
+        # a narrow norm divides by what may be nearly nothing, and magnifies rounding
+        close(step.step(token), decode(decoder, token, theirs), atol=1e-4)
+    same_memory(ours, theirs, atol=1e-4)
+
+
+def drawn_config(draw):
     n_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     n_layers, rotary = draw(st.integers(1, 3)), None
     if draw(st.booleans()):
@@ -112,7 +139,7 @@ def test_random_decoders_agree(data):
             interleaved=draw(st.booleans()),
         )
     windows = tuple(draw(st.lists(st.none() | st.integers(1, 9), min_size=n_layers, max_size=n_layers)))
-    config = DecoderConfig(
+    return DecoderConfig(
         n_layers=n_layers,
         n_heads=n_kv_heads * group,
         n_kv_heads=n_kv_heads,
@@ -139,29 +166,6 @@ def test_random_decoders_agree(data):
         tied_head=draw(st.booleans()),
         final_softcap=draw(st.none() | st.just(2.0)),
     )
-    decoder = random_decoder(config)
-    kind = draw(st.sampled_from(["full", "bound", "absolute"] + ["cache"] * (rotary is not None)))
-    window, n_sink, n_threads = draw(st.integers(1, 12)), draw(st.integers(0, 4)), draw(st.integers(1, 3))
-    batch = draw(st.sampled_from([1, 1, 2, 5, 8]))
-
-    def make():
-        if kind in ("full", "bound"):
-            return decoder.full_cache(24, batch=batch, bound_local=kind == "bound")
-        return decoder.rolling_cache(window, n_sink=n_sink, positions=kind, batch=batch)
-
-    ours, theirs, ids = make(), make(), tiny_ids(24, batch=batch, seed=draw(st.integers(0, 99)))
-    step = numba(decoder, ours, n_threads=n_threads)
-    n_prompt, pads = draw(st.integers(0, 20)), None
-    if n_prompt and kind in ("full", "bound") and draw(st.booleans()):
-        pads = torch.tensor(draw(st.lists(st.integers(0, n_prompt - 1), min_size=batch, max_size=batch)))
-    for cache in (ours, theirs):
-        cache.pads = pads
-        if n_prompt:
-            decoder(ids[:, :n_prompt], cache=cache)
-    for token in ids.T[n_prompt:]:
-        # a narrow norm divides by what may be nearly nothing, and magnifies rounding
-        close(step.step(token), decode(decoder, token, theirs), atol=1e-4)
-    same_memory(ours, theirs, atol=1e-4)
 
 
 def random_decoder(config, dtype=torch.float32):
@@ -447,10 +451,10 @@ def test_an_interrupt_in_the_middle_of_a_step_costs_that_step_alone(monkeypatch,
     cache = decoder.full_cache(6)
     step = numba(decoder, cache, n_threads=n_threads)
     for _ in range(2):
-        monkeypatch.setattr(kernels, "work", interrupted)
+        monkeypatch.setattr(step._team, "_work", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step.step(ids[:, 0])
-        monkeypatch.setattr(kernels, "work", work)
+        monkeypatch.setattr(step._team, "_work", work)
         cache.reset()
         for i in range(3):
             close(step.step(ids[:, i]), expected[:, i])

@@ -79,6 +79,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     ids = _prompt_ids(loaded.tokenizer, prompt, options["bos"])
     cache = _cache(decoder, ids, options)
     stepper = None if cache is None else fast.stepper(decoder, cache)
+    reader = None if cache is None else fast.reader(decoder, cache, len(ids), chunk=cache.window)
     if stepper is not None and stepper.note is not None:
         notice(stepper.note, quiet=options["quiet"])
     coming = stream(
@@ -91,6 +92,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         seed=options["seed"],
         eos=_eos(loaded),
         stepper=stepper,
+        reader=reader,
     )
     steps = []
 
@@ -130,6 +132,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
             positions=None if options["window"] is None else _positions(decoder, options),
             cache=not options["no_cache"],
             step="torch" if stepper is None else stepper.name,
+            reader="torch" if reader is None else reader.name,
             start_up_s=0.0 if stepper is None else round(stepper.start_up_s, 3),
             wall_s=round(time.perf_counter() - started, 3),
         )

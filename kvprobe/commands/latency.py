@@ -47,7 +47,7 @@ COLUMNS = (
     "compiled",
     default=True,
     show_default=True,
-    help="Decode with the fastest step there is (a CPU: compiled by numba), or with the readable decoder in torch.",
+    help="Read and decode the fastest way there is (a CPU: compiled by numba), or with the readable decoder in torch.",
 )
 @click.option("--random-weights", is_flag=True, help="Take MODEL's shape alone and draw the weights.")
 @click.option("--repeats", type=click.IntRange(1), default=20, show_default=True, help="Runs a row, at most.")
@@ -76,7 +76,7 @@ def command(model: str, **options: Any) -> None:
 
     \b
     Columns: phase        naive: everything read again for one token; cached: one decode step; prefill: a whole prompt
-             step         what decoded: numba (compiled) or torch (the readable decoder)
+             step         what read or decoded: numba (compiled) or torch (the readable decoder)
              ms_*         median and quartiles of one run; tokens_per_s counts all rows of the batch
              MB_moved     weights once, keys and values of the context: what no step can do without, in 10^6 bytes
              intensity    FLOPs a byte; attention's own beside it, in decode the same at every length
@@ -89,7 +89,7 @@ def command(model: str, **options: Any) -> None:
       kvprobe latency smollm2-135m --phase cached --batch 1 --batch 4 --batch 16 --batch 64
       kvprobe latency gpt-124m --random-weights --context 512 --context 1024 --context 2048 --context 4096
       kvprobe latency gpt-124m --random-weights --end-to-end --naive-samples 8
-      kvprobe latency smollm2-135m --no-compile       what compiling the decode step brings
+      kvprobe latency smollm2-135m --no-compile       what compiling brings
     """
     from kvprobe.console import emit, notice, progress_bar, save_plot
     from kvprobe.experiments import latency
@@ -123,7 +123,7 @@ def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
         f"{run['model']} ({run['source']}), {run['dtype']}, {run['device']}: the machine reads "
         f"{run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s, "
         f"ridge point {run['ridge_point']:.1f} FLOP/B",
-        "start-up, once a process: " + ", ".join(f"{name} step {s:.2f} s" for name, s in run["start_up_s"].items())
+        "start-up, once a process: " + ", ".join(f"{name} {s:.2f} s" for name, s in run["start_up_s"].items())
         if run["start_up_s"]
         else "",
     ]

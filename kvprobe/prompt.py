@@ -1,0 +1,281 @@
+"""How is the reading of a prompt laid out for the kernels? Phases of a table of addresses, and blocks of tokens.
+
+The decoder's own matrices and the cache's own buffers, as in :mod:`kvprobe.compiled`; vectors lie in blocks of tokens
+(:mod:`kvprobe.prompt_kernels`), and as many tokens at once as `TOKENS_AT_ONCE`, so that scratch does not grow with the
+prompt.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvprobe import prompt_kernels as k
+from kvprobe.caches import KVCache
+from kvprobe.config import Rotary
+from kvprobe.decoder import Block, Decoder
+from kvprobe.fast import one_thread
+from kvprobe.team import Arena, Team, vector_of
+from kvprobe.tickets import DONE, LIMIT, TAKEN, TOTAL
+from kvprobe.tiles import BLOCK, NARROW_ROWS, TILE_ROWS
+
+# 22 blocks: prompts of 512 tokens in one go
+TOKENS_AT_ONCE = 22 * BLOCK
+# The most that a piece reads of a matrix: it stays in a core's second cache while all blocks pass.
+PIECE_BYTES = 256 * 1024
+# into how many pieces each thread's share of a matrix is cut, so that none waits long for the others at its end
+PIECES_A_THREAD = 8
+
+
+class NumbaReader:
+    """The reading of a prompt compiled, float32 between weights and cache of float32 or bfloat16. On a CPU.
+
+    As many threads as torch has. Beyond the decoder and the cache it holds the vectors of `TOKENS_AT_ONCE` tokens and,
+    a thread, a piece of a matrix and the scores of a block. See :func:`kvprobe.fast.reader`.
+    """
+
+    name = "numba"
+
+    def __init__(self, decoder: Decoder, cache: KVCache, *, n_threads: int | None = None) -> None:
+        if cache.shape != decoder.config.cache_shape:
+            raise ValueError(f"the cache is of another model: {cache.shape}, not {decoder.config.cache_shape}")
+        n_threads = n_threads or torch.get_num_threads()
+        self._decoder, self._cache, self._arena = decoder, cache, Arena()
+        self._plan = _Plan(decoder, cache, self._arena, n_threads)
+        zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+        kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
+        self._team = Team(k.work, n_threads, self._plan.table, kinds, self._arena)
+        # nothing stands open yet: this compiles, or reads what an earlier process compiled
+        k.work(self._plan.table, 1, *kinds)
+
+    @torch.no_grad()
+    def read(self, ids: Tensor) -> Tensor:
+        """As :class:`kvprobe.fast.Reader` says."""
+        cache, plan = self._cache, self._plan
+        batch, n_tokens = ids.shape
+        cache.check(batch, n_tokens)
+        self._decoder.check_length(cache.length + n_tokens, cache)
+        self._team.finish()
+        last: list[Tensor] = []
+        for part in ids.split(TOKENS_AT_ONCE, dim=1):
+            # an id that is none is refused here, before anything is written
+            embedded = self._decoder.embedding(part).float()
+            cache.begin(batch, part.shape[1])
+            positions = cache.positions(part.shape[1])
+            # torch's threads would wait for more work on the very cores
+            with one_thread(self):
+                last = []
+                for row in range(batch):
+                    plan.enter(row, embedded[row], positions, past=cache.length)
+                    self._team.run()
+                    last.append(plan.last(part.shape[1]))
+            cache.end()
+        return self._decoder.norm(torch.stack(last).to(self._decoder.embedding.weight.dtype))
+
+
+class _Plan:
+    """The phases of one reading in order, and the table that the kernels read."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, arena: Arena, n_threads: int) -> None:
+        config = decoder.config
+        self.config, self.decoder, self.arena, self.n_threads = config, decoder, arena, n_threads
+        self.item = decoder.embedding.weight.element_size()
+        self.phases: list[list[int]] = []
+        # of each phase: its pieces, its pieces a block, and whether it needs no more than the phase before it
+        self.counts: list[tuple[int, int, bool]] = []
+        head_dim, slots = config.head_dim, max(keys.shape[2] for keys in cache.keys)
+        self.n_blocks = -(-min(TOKENS_AT_ONCE, slots) // BLOCK)
+        width = (config.n_heads + 2 * config.n_kv_heads) * head_dim
+        # each [blocks, width, BLOCK]
+        self.x, self.normed, self.qkv, self.added = map(
+            self._blocks, (config.hidden, config.hidden, width, config.hidden)
+        )
+        self.mixed, self.gated = self._blocks(config.n_heads * head_dim), self._blocks(config.mlp_width)
+        # of each kind of layer, cosines and sines of the positions: [blocks, 2, head_dim / 2, BLOCK]
+        self.angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
+        for layer in range(config.n_layers):
+            rotary, rope = config.rotary_of(layer), config.rope_of(layer, decoder.embedding.weight.device)
+            if rotary is not None and rope is not None and rotary not in self.angles:
+                self.angles[rotary] = rope.inv_freq, self._blocks(head_dim).reshape(-1, 2, head_dim // 2, BLOCK)
+        layers = arena.words(config.n_layers * k.LAYER_ROW).reshape(config.n_layers, k.LAYER_ROW)
+        for layer, block in enumerate(decoder.blocks):
+            self._block(layer, block)
+            layers[layer] = self._layer_row(layer, block, cache)
+        end = [0] * k.ROW
+        self.rows = np.array([*self.phases, end], dtype=np.int64)
+        widest = max(row[k.WIDTH] for row in self.phases)
+        packed = max(2 * 4 * row[k.PER] * row[k.WIDTH] for row in self.phases)
+        packed = max(-(-packed // 128) * 128, 4 * widest)
+        tall = max(row[k.PER] for row in self.phases)
+        # of each a whole tile at its end
+        outs = 2 * 4 * BLOCK * (tall + NARROW_ROWS)
+        attended = 8 * slots * head_dim + 4 * BLOCK * (slots + head_dim + 2 + 2 * NARROW_ROWS)
+        scratch = 64 * -(-max(packed + outs, attended, 8 * BLOCK) // 64)
+        counters = arena.words(24)
+        arena.kept += [self.rows, layers]
+        given = {
+            TAKEN: counters.ctypes.data,
+            DONE: counters.ctypes.data + 64,
+            LIMIT: counters.ctypes.data + 128,
+            k.PHASES: self.rows.ctypes.data,
+            k.SCRATCH: arena.floats(n_threads * scratch // 4).data_ptr(),
+            k.SCRATCH_BYTES: scratch,
+            k.PACKED_BYTES: packed,
+            k.WEIGHT_BYTES: self.item,
+            k.CACHE_BYTES: cache.keys[0].element_size(),
+            k.IS_LAYER_NORM: config.norm == "layer",
+            k.N_HEADS: config.n_heads,
+            k.N_KV_HEADS: config.n_kv_heads,
+            k.HEAD_DIM: head_dim,
+            k.LAYERS: layers.ctypes.data,
+            k.NUMBERS: arena.vector(torch.tensor([config.norm_eps])),
+        }
+        self.table = arena.words(k.TABLE)
+        for place, value in given.items():
+            self.table[place] = value
+
+    def enter(self, row: int, x: Tensor, positions: Tensor, *, past: int) -> None:
+        """The embeddings ``x`` ``[n_tokens, hidden]`` of one row, and the angles of their positions: as the decoder."""
+        config, decoder, n_tokens = self.config, self.decoder, len(x)
+        n_blocks = -(-n_tokens // BLOCK)
+        if config.embedding_scale != 1:
+            x = x * torch.tensor(config.embedding_scale, dtype=decoder.embedding.weight.dtype).item()
+        if config.rotary is None:
+            x = x + decoder.position.weight[positions]
+        self.x[:n_blocks] = _in_blocks(x)
+        for rotary, (inv_freq, angles) in self.angles.items():
+            angle = _in_blocks(positions[:, None].float() * inv_freq)
+            angles[:n_blocks, 0], angles[:n_blocks, 1] = angle.cos() * rotary.scale, angle.sin() * rotary.scale
+        self.table[k.PAST], self.table[k.COUNT], self.table[k.SEQUENCE] = past, n_tokens, row
+        starts: list[int] = [0]
+        needs: list[int] = []
+        for count, each_block, together in self.counts:
+            needs.append(needs[-1] if together else starts[-1])
+            starts.append(starts[-1] + count + each_block * n_blocks)
+        self.rows[:-1, k.NEED], self.rows[:, k.START] = needs, starts
+        self.table[TOTAL] = starts[-1]
+
+    def last(self, n_tokens: int) -> Tensor:
+        """What passes by of the last token, ``[hidden]``."""
+        block, token = divmod(n_tokens - 1, BLOCK)
+        return self.x[block, :, token].clone()
+
+    def _blocks(self, width: int) -> Tensor:
+        return self.arena.floats(self.n_blocks * width * BLOCK).reshape(self.n_blocks, width, BLOCK)
+
+    def _block(self, layer: int, block: nn.Module) -> None:
+        assert isinstance(block, Block)
+        config, attention, mlp = self.config, block.attention, block.mlp
+        self._norm_phase(block.attention_norm, self.x, self.normed)
+        start = 0
+        for module in (attention.query, attention.key, attention.value):
+            self._product(module, self.normed, self.qkv, at=start, together=start > 0)
+            start += module.weight.shape[0]
+        for op, target in ((k.PLACE, None), (k.ATTEND, self.mixed)):
+            self._phase(op, self.qkv, target, each_block=config.n_kv_heads, layer=layer)
+        self._add(attention.out, self.mixed, block.attention_post_norm)
+        self._norm_phase(block.mlp_norm, self.x, self.normed)
+        if config.activation == "gelu_tanh":
+            self._product(mlp.up, self.normed, self.gated, mode=k.GELU)
+        else:
+            mode = k.SILU if config.activation == "swiglu" else k.GELU
+            self._product(mlp.gate, self.normed, self.gated, mode=mode, second=mlp.up)
+        self._add(mlp.down, self.gated, block.mlp_post_norm)
+
+    def _add(self, module: nn.Module, source: Tensor, post_norm: nn.Module) -> None:
+        """A product added to what passes by, normed before if the model does."""
+        if isinstance(post_norm, nn.Identity):
+            self._product(module, source, self.x, mode=k.ADD)
+            return
+        self._product(module, source, self.added)
+        self._norm_phase(post_norm, self.added, self.x, op=k.ADD_NORMED)
+
+    def _norm_phase(self, norm: nn.Module, source: Tensor, target: Tensor, *, op: int = k.NORMED) -> None:
+        self._phase(op, source, target, each_block=1, norm=vector_of(norm, self.arena))
+
+    def _product(
+        self,
+        module: Any,
+        source: Tensor,
+        target: Tensor,
+        *,
+        mode: int = k.STORE,
+        at: int = 0,
+        second: Any = None,
+        together: bool = False,
+    ) -> None:
+        """A matrix, or the gated pair of two, by as many rows as stay in a core's cache."""
+        weights = [each.weight for each in (module, second) if each is not None]
+        biases = [each.bias for each in (module, second) if getattr(each, "bias", None) is not None]
+        n_out, n_in = weights[0].shape
+        if len({weight.stride() for weight in weights}) > 1:
+            # a pair is read alike
+            weights = [weight.contiguous() for weight in weights]
+        matrices = [self.arena.matrix(weight) for weight in weights]
+        turned = matrices[0][1]
+        row_step, step = (self.item, self.item * weights[0].stride(1)) if turned else (self.item * n_in, self.item)
+        fitting = PIECE_BYTES // (4 * n_in * len(weights))
+        fair = -(-n_out // (PIECES_A_THREAD * self.n_threads))
+        rows = max(1, min(fitting, fair) // TILE_ROWS) * TILE_ROWS
+        self._phase(
+            k.PRODUCT if second is None else k.GATED,
+            source,
+            target,
+            count=-(-n_out // rows),
+            together=together,
+            per=rows,
+            matrix=matrices[0][0],
+            second=matrices[-1][0],
+            n_rows=n_out,
+            row_step=row_step,
+            step=step,
+            at=at,
+            bias=self.arena.vector(*biases) if biases else 0,
+            mode=mode,
+        )
+
+    def _phase(
+        self,
+        op: int,
+        source: Tensor,
+        target: Tensor | None,
+        *,
+        count: int = 0,
+        each_block: int = 0,
+        together: bool = False,
+        **others: int,
+    ) -> None:
+        """One row of the table; ``others`` by the names of its columns in small letters."""
+        row = [0] * k.ROW
+        row[k.OP], row[k.SOURCE], row[k.WIDTH] = op, source.data_ptr(), source.shape[1]
+        if target is not None:
+            row[k.TARGET], row[k.TARGET_WIDTH] = target.data_ptr(), target.shape[1]
+        for name, value in others.items():
+            row[getattr(k, name.upper())] = value
+        self.phases.append(row)
+        self.counts.append((count, each_block, together))
+
+    def _layer_row(self, layer: int, block: nn.Module, cache: KVCache) -> list[int]:
+        config, row = self.config, [0] * k.LAYER_ROW
+        attention: Any = block.attention
+        self.arena.hold(cache.keys[layer], cache.values[layer])
+        row[k.KEYS], row[k.VALUES] = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
+        row[k.SLOTS] = cache.keys[layer].shape[2]
+        row[k.LOCAL] = (config.windows[layer] if config.windows else None) or 0
+        rotary = config.rotary_of(layer)
+        if rotary is not None:
+            row[k.ROTARY] = k.INTERLEAVED if rotary.interleaved else k.HALVES
+            row[k.ANGLES] = self.angles[rotary][1].data_ptr()
+        if config.qk_norm:
+            row[k.QUERY_NORM] = vector_of(attention.query_norm, self.arena)
+            row[k.KEY_NORM] = vector_of(attention.key_norm, self.arena)
+        row[k.SCALE] = int(np.float32(attention.scale).view(np.int32))
+        return row
+
+
+def _in_blocks(vectors: Tensor) -> Tensor:
+    """``[n_tokens, width]`` as ``[blocks, width, BLOCK]``, the last block filled with zeros."""
+    n_blocks = -(-len(vectors) // BLOCK)
+    padded = torch.nn.functional.pad(vectors, (0, 0, 0, n_blocks * BLOCK - len(vectors)))
+    return padded.reshape(n_blocks, BLOCK, -1).transpose(1, 2)

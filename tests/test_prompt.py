@@ -1,0 +1,253 @@
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvprobe import fast, generate, linear
+from kvprobe.decoder import from_hf
+from test_decoder import FAMILIES, VARIANTS, rope_decoder
+from test_fast import close, drawn_config, in_bfloat16, random_decoder, same_memory
+from tiny import tiny_ids, tiny_model
+
+pytest.importorskip("numba")
+
+from kvprobe import kernels, prompt, prompt_kernels, tiles
+
+# around a block, the eight tokens that are multiplied apart, and more than one of either
+LENGTHS = (1, 2, 7, 8, 9, 23, 24, 25, 32, 33, 55)
+
+
+def compiled(decoder, cache, **options):
+    assert fast.obstacle(decoder, cache) is None
+    return prompt.NumbaReader(decoder, cache, **options)
+
+
+def both_read(decoder, parts, *, atol=2e-5, reference=None, **options):
+    """One prompt in parts, by the compiled reader and by torch, each into its own cache of the same size."""
+    batch, capacity = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    ours, theirs = (decoder.full_cache(capacity, batch=batch) for _ in range(2))
+    reader, expected = compiled(decoder, ours, **options), fast.TorchReader(reference or decoder, theirs)
+    for part in parts:
+        close(reader.read(part), expected.read(part), atol)
+        same_memory(ours, theirs, atol)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_the_reference_at_every_length(family):
+    decoder = from_hf(tiny_model(family))
+    for length in LENGTHS:
+        both_read(decoder, [tiny_ids(length)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_in_parts_goes_on_where_it_stood(family):
+    both_read(from_hf(tiny_model(family)), tiny_ids(97, batch=2).split([30, 1, 24, 42], dim=1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_prompt_is_read_in_goes(family, monkeypatch):
+    monkeypatch.setattr(prompt, "TOKENS_AT_ONCE", 2 * tiles.BLOCK)
+    both_read(from_hf(tiny_model(family)), [tiny_ids(150, batch=3)])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_setting_that_changes_the_model_is_followed(variant):
+    family, overrides = VARIANTS[variant]
+    both_read(from_hf(tiny_model(family, **overrides)), tiny_ids(60).split([50, 10], dim=1))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_random_decoders_agree(data):
+    decoder, draw = random_decoder(drawn_config(data.draw)), data.draw
+    parts = draw(st.lists(st.integers(1, 31), min_size=1, max_size=2))
+    ids = tiny_ids(sum(parts), batch=draw(st.sampled_from([1, 1, 3])), seed=draw(st.integers(0, 99)))
+    # a narrow norm divides by what may be nearly nothing, and magnifies rounding
+    both_read(decoder, ids.split(parts, dim=1), atol=1e-4, n_threads=draw(st.integers(1, 3)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_no_farther_from_the_numbers_it_stands_for_than_torchs(family):
+    low, high = in_bfloat16(from_hf(tiny_model(family)))
+    ids = tiny_ids(60)
+    exact = fast.TorchReader(high, high.full_cache(60)).read(ids)
+    theirs = fast.TorchReader(low, low.full_cache(60)).read(ids)
+    ours = compiled(low, low.full_cache(60)).read(ids)
+    assert ours.dtype == torch.bfloat16
+    assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
+
+
+def test_a_bfloat16_cache_is_widened_and_nothing_else():
+    low, _ = in_bfloat16(rope_decoder(n_kv_heads=2))
+    ours, theirs = low.full_cache(60), low.full_cache(60)
+    compiled(low, ours).read(tiny_ids(60))
+    fast.TorchReader(low, theirs).read(tiny_ids(60))
+    # both rounded once from nearly the same
+    torch.testing.assert_close(ours.keys[0], theirs.keys[0], atol=1e-2, rtol=2**-6)
+
+
+@pytest.mark.parametrize("n_threads", [2, 5])
+def test_threads_change_no_bit(n_threads):
+    decoder, ids = from_hf(tiny_model("gemma3_text")), tiny_ids(70, batch=2)
+    alone, together = (compiled(decoder, decoder.full_cache(70, batch=2), n_threads=n) for n in (1, n_threads))
+    assert torch.equal(alone.read(ids), together.read(ids))
+
+
+def test_steps_go_on_from_what_was_read_and_reading_from_steps():
+    decoder, ids = rope_decoder(), tiny_ids(80)
+    cache = decoder.full_cache(80)
+    reader, step, expected = compiled(decoder, cache), fast.stepper(decoder, cache, kind="numba"), decoder(ids)
+    close(decoder.logits(reader.read(ids[:, :40])), expected[:, 39])
+    close(step.step(ids[:, 40]), expected[:, 40])
+    close(decoder.logits(reader.read(ids[:, 41:79])), expected[:, 78])
+    close(step.step(ids[:, 79]), expected[:, 79])
+
+
+def test_a_cache_that_is_emptied_starts_again():
+    decoder, ids = rope_decoder(), tiny_ids(50)
+    cache = decoder.full_cache(50)
+    reader = compiled(decoder, cache)
+    first = reader.read(ids)
+    cache.reset()
+    assert torch.equal(reader.read(ids), first)
+
+
+def test_the_reader_is_chosen_by_what_it_can_and_what_is_faster(monkeypatch):
+    monkeypatch.setattr(fast, "compiled_reads_faster", lambda dtype, n_threads: True)
+    decoder = from_hf(tiny_model("gemma3_text"))
+
+    def chosen(cache, n_tokens=64, **options):
+        return fast.reader(decoder, cache, n_tokens, **options).name
+
+    assert chosen(decoder.full_cache(80)) == "numba"
+    assert chosen(decoder.full_cache(80), kind="torch") == "torch"
+    assert chosen(decoder.full_cache(80), n_tokens=linear.FEWEST_TOKENS - 1) == "torch"
+    assert chosen(decoder.full_cache(80), chunk=10) == "torch"
+    # rings that would roll, and caches whose rows or positions differ
+    assert chosen(decoder.full_cache(80, bound_local=True)) == "torch"
+    assert chosen(decoder.rolling_cache(80)) == "torch"
+    padded = decoder.full_cache(80)
+    padded.pads = torch.tensor([3])
+    assert chosen(padded) == "torch"
+    used = decoder.full_cache(80)
+    decoder(tiny_ids(30), cache=used)
+    assert chosen(used, n_tokens=50) == "torch"
+    monkeypatch.setattr(fast, "compiled_reads_faster", lambda dtype, n_threads: False)
+    assert chosen(decoder.full_cache(80)) == "torch"
+    assert chosen(decoder.full_cache(80), kind="numba") == "numba"
+    monkeypatch.setattr(fast, "find_spec", lambda name: None)
+    assert chosen(decoder.full_cache(80), kind="numba") == "torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_faster_is_measured(dtype, monkeypatch):
+    def delayed(read):
+        def slow(self, ids):
+            sleep(0.05)
+            return read(self, ids)
+
+        return slow
+
+    from time import sleep
+
+    for slower, faster in ((fast.TorchReader, True), (prompt.NumbaReader, False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(slower, "read", delayed(slower.read))
+            assert fast.compiled_reads_faster.__wrapped__(dtype, 1) is faster
+
+
+@pytest.mark.parametrize("step", ["numba", "torch"])
+def test_prefill_and_generation_use_it_and_give_the_same(step, monkeypatch):
+    read, used = prompt.NumbaReader.read, []
+    monkeypatch.setattr(prompt.NumbaReader, "read", lambda self, ids: used.append(ids.shape) or read(self, ids))
+    decoder, ids = rope_decoder(), tiny_ids(90)
+    made = generate.generate(decoder, ids.tolist(), max_new_tokens=6, step=step)
+    naive = generate.generate(decoder, ids.tolist(), max_new_tokens=6, naive=True)
+    assert made.token_ids == naive.token_ids
+    assert used == ([(1, 90)] if step == "numba" else [])
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written():
+    decoder = rope_decoder(max_positions=40)
+    small, long = decoder.full_cache(30), decoder.full_cache(50)
+    for cache, ids, message in (
+        (small, tiny_ids(31), "31 more do not fit"),
+        (small, tiny_ids(20, batch=2), "made for a batch of 1"),
+        (long, tiny_ids(41), "more than the model's 40 positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compiled(decoder, cache).read(ids)
+    with pytest.raises(IndexError):
+        compiled(decoder, small).read(torch.tensor([[1, -1, 2]]))
+    for cache in (small, long):
+        assert cache.length == 0
+        assert not any(buffer.any() for buffer in cache._buffers())
+    close(compiled(decoder, small).read(tiny_ids(30)), decoder.body(tiny_ids(30))[:, -1])
+    with pytest.raises(ValueError, match="of another model"):
+        prompt.NumbaReader(rope_decoder(n_kv_heads=1), small)
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_an_interrupt_costs_that_prompt_alone(n_threads):
+    decoder, ids = rope_decoder(), tiny_ids(60)
+    expected = decoder.body(ids)[:, -1]
+    cache = decoder.full_cache(60)
+    reader = compiled(decoder, cache, n_threads=n_threads)
+    work = reader._team._work
+
+    def interrupted(table, thread, *kinds):
+        if thread == 0:
+            raise KeyboardInterrupt
+        work(table, thread, *kinds)
+
+    for _ in range(2):
+        reader._team._work = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            reader.read(ids)
+        reader._team._work = work
+        with pytest.raises(ValueError, match="half written"):
+            reader.read(ids)
+        cache.reset()
+        close(reader.read(ids), expected)
+        cache.reset()
+
+
+@pytest.mark.parametrize("where", ["blocks.0.attention.query.weight", "blocks.1.mlp.down.weight", "norm.weight"])
+def test_a_weight_that_is_not_a_number_shows(where):
+    decoder = rope_decoder()
+    decoder.get_parameter(where).data.flatten()[0] = float("nan")
+    assert not compiled(decoder, decoder.full_cache(30)).read(tiny_ids(30)).isfinite().all()
+
+
+def test_matrices_are_the_models_own_memory():
+    for family in ("gpt2", "llama"):
+        decoder, ids = from_hf(tiny_model(family)), tiny_ids(40)
+        cache = decoder.full_cache(40)
+        reader = compiled(decoder, cache)
+        reader.read(ids)
+        for block in decoder.blocks:
+            for module in (block.attention.query, block.attention.value, block.mlp.up, block.mlp.down):
+                module.weight.mul_(1.5)
+        cache.reset()
+        close(reader.read(ids), decoder.body(ids)[:, -1])
+
+
+def test_the_ceilings_product_is_the_product():
+    matrix, blocks = torch.randn(130, 33), torch.randn(3, 33, tiles.BLOCK)
+    out = torch.zeros(3, 130, tiles.BLOCK)
+    room = torch.zeros(out.numel() + tiles.TILE_ROWS * tiles.BLOCK)
+    prompt_kernels.multiply(matrix.data_ptr(), 130, 33, blocks.data_ptr(), 3, room.data_ptr())
+    torch.testing.assert_close(room[: out.numel()].view_as(out), matrix @ blocks, atol=1e-4, rtol=1e-4)
+
+
+def test_machine_code_is_made_anew_when_what_it_is_made_of_changes():
+    # numba looks at the one file alone in which a kernel stands
+    folder = Path(kernels.__file__).parent
+    parts = {kernels: ("machine", "functions", "tickets"), prompt_kernels: ("machine", "functions", "tickets", "tiles")}
+    for module, names in parts.items():
+        text = "".join((folder / f"{name}.py").read_text() for name in names)
+        wanted = hashlib.sha256(text.encode()).hexdigest()[:12]
+        assert wanted == module.MADE_OF, f"{module.__name__}.MADE_OF must be {wanted!r}"
