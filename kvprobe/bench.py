@@ -288,10 +288,10 @@ def _our_tiles(width: int) -> Callable[[], object] | None:
         from kvprobe.tiles import BLOCK, TILE_ROWS
     except ImportError:
         return None
-    n_blocks = -(-width // BLOCK)
-    matrix, blocks = torch.randn(width, width), torch.randn(n_blocks, width, BLOCK)
-    edges = [width * i // torch.get_num_threads() for i in range(torch.get_num_threads() + 1)]
-    outs = [torch.empty(n_blocks * (stop - start) + TILE_ROWS, BLOCK) for start, stop in pairwise(edges)]
+    n_threads, n_blocks, n_tiles = torch.get_num_threads(), -(-width // BLOCK), -(-width // TILE_ROWS)
+    matrix, blocks = torch.randn(n_tiles * TILE_ROWS, width), torch.randn(n_blocks, width, BLOCK)
+    edges = [TILE_ROWS * (n_tiles * i // n_threads) for i in range(n_threads + 1)]
+    outs = [torch.empty(n_blocks * (stop - start), BLOCK) for start, stop in pairwise(edges)]
 
     def share(i: int) -> None:
         rows = matrix[edges[i] : edges[i + 1]]

@@ -79,7 +79,7 @@ def _product_of(
 def multiply(matrix: int, n_rows: int, width: int, blocks: int, n_blocks: int, out: int) -> None:
     """Float32 ``matrix`` ``[n_rows, width]`` times ``blocks`` ``[n_blocks, width, BLOCK]``, as prompts are multiplied.
 
-    ``out`` ``[n_blocks, n_rows, BLOCK]`` has a whole tile after its last row.
+    Into ``out`` ``[n_blocks, n_rows, BLOCK]``; of rows in whole tiles.
     """
     for first in range(0, n_rows, 64):
         for block in range(n_blocks):
