@@ -58,20 +58,19 @@ class NumbaReader:
         self._decoder.check_length(cache.length + n_tokens, cache)
         self._team.finish()
         last: list[Tensor] = []
-        for part in ids.split(TOKENS_AT_ONCE, dim=1):
-            # an id that is none is refused here, before anything is written
-            embedded = self._decoder.embedding(part).float()
-            cache.begin(batch, part.shape[1])
-            positions = cache.positions(part.shape[1])
-            # torch's threads would wait for more work on the very cores
-            with one_thread(self):
-                last = []
+        # Threads of torch's, woken for a large copy, wait for more work on the cores that the pieces need.
+        with one_thread(self):
+            for part in ids.split(TOKENS_AT_ONCE, dim=1):
+                # an id that is none is refused here, before anything is written
+                embedded = self._decoder.embedding(part).float()
+                cache.begin(batch, part.shape[1])
+                positions, last = cache.positions(part.shape[1]), []
                 for row in range(batch):
                     plan.enter(row, embedded[row], positions, past=cache.length)
                     self._team.run()
                     last.append(plan.last(part.shape[1]))
-            cache.end()
-        return self._decoder.norm(torch.stack(last).to(self._decoder.embedding.weight.dtype))
+                cache.end()
+            return self._decoder.norm(torch.stack(last).to(self._decoder.embedding.weight.dtype))
 
 
 class _Plan:
