@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from kvprobe.errors import KvprobeError
 from kvprobe.plots.style import ONE_COLUMN, TWO_COLUMNS
 from kvprobe.results import Result, write_whole
+from kvprobe.store import disk_error
 
 # fonts inside the pdf as TrueType and the svg as outlines; no dates: the same results give the same files
 SETTINGS = {"pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "kvprobe"}
@@ -40,7 +41,8 @@ class Picture:
     def save(self, results: Path, out: Path) -> list[Path]:
         """Write NAME (one column) and NAME-wide (two) as pdf, svg and png; returns the paths.
 
-        Raises KvprobeError if the result is not there, saying what makes it, or cannot be read.
+        Raises KvprobeError if the result is not there, saying what makes it, or cannot be read, and where the pictures
+        cannot be written.
         """
         inputs = () if self.needs is None else (self.read(results),)
         paths = []
@@ -55,7 +57,10 @@ class Picture:
                 with mpl.rc_context(SETTINGS):
                     figure.savefig(data, format=kind, dpi=300, metadata=metadata)
                 path = out / f"{self.name}{suffix}.{kind}"
-                write_whole(path, data.getvalue())
+                try:
+                    write_whole(path, data.getvalue())
+                except OSError as error:
+                    raise disk_error(error, path, instead="choose another --out") from error
                 paths.append(path)
         return paths
 

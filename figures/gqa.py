@@ -3,9 +3,12 @@
 python -m figures.gqa --results results --out figures/drawn
 """
 
+from textwrap import fill
+
 from matplotlib.figure import Figure
 
 from figures._paper import Picture
+from kvprobe.experiments.words import PUBLISHED, training_of
 from kvprobe.plots import gqa
 from kvprobe.plots.style import TWO_COLUMNS, legend_above, panels, styled
 from kvprobe.results import Result
@@ -16,6 +19,9 @@ def draw(result: Result, width: float) -> Figure:
     with styled():
         figure, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 2.8)
         gqa.draw(result.run["summary"], ax, cells=result.rows)
+        if result.run["protocol"] != PUBLISHED:
+            # not what a reader of the paper takes it for
+            ax.set_title(fill(training_of(result.run), 60 if width >= TWO_COLUMNS else 40), fontsize="small")
         legend_above(ax, ncols=3)
     return figure
 

@@ -98,7 +98,8 @@ class Cell:
     def words(self) -> str:
         """What progress and records call it."""
         kind = "" if self.parent is None else ", uptrained"
-        return f"{self.config.n_kv_heads} KV heads, seed {self.plan.seed}{kind}"
+        plural = "s" if self.config.n_kv_heads > 1 else ""
+        return f"{self.config.n_kv_heads} KV head{plural}, seed {self.plan.seed}{kind}"
 
     def uptrained(self, n_kv_heads: int, *, steps: int) -> "Cell":
         """The cell that shares this multi-head one's heads and trains on for ``steps``."""

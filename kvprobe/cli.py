@@ -1,5 +1,6 @@
 """The command line: which question does each command ask? Thin: options in, one result out, errors in one line."""
 
+import errno
 import os
 import signal
 import sys
@@ -233,6 +234,8 @@ def _one_line(error: Exception) -> str:
         return text
     if isinstance(error, OverflowError):
         return f"a number is too large or not finite ({text}): look through the options"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "the disk is full: make room, or write to another place"
     if isinstance(error, OSError):
         return f"{error.strerror}: {error.filename}" if error.strerror and error.filename else text
     if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text.lower():

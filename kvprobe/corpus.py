@@ -96,9 +96,11 @@ def characters(text: Text, **split: int) -> Corpus:
     """The published character corpus: every run of anything but A to Z becomes one space, the rest lower case.
 
     ``split`` gives ``length``, ``n_train`` and ``n_valid``. Raises KvprobeError, beside what :class:`Corpus` raises,
-    for a text of another alphabet, most of which would become spaces.
+    for a text without letters, and for one of another alphabet, most of which would become spaces.
     """
     letters = [character for character in text.text if character.isalpha()]
+    if not letters:
+        raise KvprobeError(f"{text.name} has no letters, of which alone this corpus is made: give an English text")
     foreign = [character for character in letters if not character.isascii()]
     if len(foreign) > MOST_FOREIGN * len(letters):
         named = ", ".join(repr(character) for character in sorted(set(foreign))[:5])

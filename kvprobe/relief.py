@@ -161,7 +161,9 @@ def _linear(spec: Spec, now: Bill) -> Iterator[Lever]:
     else:
         linear = LayerCache(state=spec.n_kv_heads * spec.head_dim * spec.v_head_dim)
         note = f"each KV head sums K outer V: {spec.head_dim} × {spec.v_head_dim} in float32"
-    for every, name in ((4, "linear, 3 layers of 4"), (None, "linear, all layers")):
+    # of fewer than four layers three of four are all
+    some = ((4, "linear, 3 layers of 4"),) if len(now.layers) >= 4 else ()
+    for every, name in (*some, (None, "linear, all layers")):
         layers = tuple(
             layer if every and (index + 1) % every == 0 else linear for index, layer in enumerate(now.layers)
         )

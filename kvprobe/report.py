@@ -15,6 +15,7 @@ from kvprobe.page import Column, Section, document, plain
 from kvprobe.passages import Bos
 from kvprobe.progress import Progress, silent
 from kvprobe.results import write_whole
+from kvprobe.store import check_writable, disk_error
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvprobe.subject import Subject
 
 DEFAULT_TOKENS = 1024
+INSTEAD = "write the page to another place"
 # of the passage: windows, and contexts that are timed
 WINDOW_PARTS = (16, 8, 4, 2)
 CONTEXT_PARTS = (8, 2, 1)
@@ -44,8 +46,13 @@ def write(model: str, out: str | Path, plan: Plan | None = None, *, progress: Pr
     """Write the page on ``model`` to ``out``, whole or not at all; returns the headings of the sections refused.
 
     ``tokens`` None are 1,024, or all positions of a model that has fewer. Raises KvprobeError for a model or text that
-    cannot be had, before anything is measured: then, as after a kill or on a full disk, ``out`` is as it was.
+    cannot be had and where nothing can be written, before anything is measured: then, as after a kill or on a full
+    disk, ``out`` is as it was.
     """
+    out = Path(out)
+    if not out.exists() or out.is_file():
+        # a device is written into
+        check_writable(out.resolve(), instead=INSTEAD)
     sections = measure(model, plan or Plan(), progress=progress)
     # a refused section has no record
     shape = next((section for section in sections if section.record), None)
@@ -57,7 +64,10 @@ def write(model: str, out: str | Path, plan: Plan | None = None, *, progress: Pr
         f"{__version__} on {shape.record['cpu']}, {shape.record['date'].replace('T', ' ').replace('+00:00', ' UTC')}."
     )
     progress("writing the page", 0, None)
-    write_whole(out, document(title, lead, sections))
+    try:
+        write_whole(out, document(title, lead, sections))
+    except OSError as error:
+        raise disk_error(error, out, instead=INSTEAD) from error
     return [section.heading for section in sections if section.refused is not None]
 
 
@@ -201,7 +211,7 @@ def _window(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any
         "pictures": _both(lambda width: figure(result.rows, result.run, width=width, title=False), wide=5.5),
         "caption": "Loss beyond full context by window and sinks. A window counts the query; sinks are in addition.",
         "columns": [
-            Column("window", "window"),
+            Column("window", "window (tokens)"),
             Column("n_sink", "sinks"),
             *_losses(),
             Column("cache_tokens", "tokens in the cache"),
@@ -250,17 +260,19 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
     settings: dict[str, Any] = {"contexts": contexts, "seconds": plan.seconds, "seed": plan.seed}
     result = latency.run(subject.loaded, **settings, progress=progress)
     run = result.run
+    above = "what it reads stays in the processor's caches, or the machine was busy while its ceilings were measured."
     return {
         "sentences": [
             f"{latency.sentence(result)}.",
             f"Measured just before and after: the machine reads {run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and "
             f"multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s.",
+            *(["A row above 100 %: " + above] if any(row["fraction_of_ceiling"] > 1 for row in result.rows) else []),
         ],
         "pictures": _both(lambda width: figure(result.rows, run, width=width, title=False)),
         "caption": "Milliseconds a token by context, with a cache and without, and both under the machine's own roof.",
         "columns": [
             Column("phase", "phase"),
-            Column("context", "context"),
+            Column("context", "context (tokens)"),
             Column("ms_median", "ms, median", _one),
             Column("ms_low", "lower quartile", _one),
             Column("ms_high", "upper quartile", _one),
@@ -294,9 +306,9 @@ def _both(draw: Callable[[float], "Figure"], wide: float | None = None) -> tuple
 
 def _losses() -> list[Column]:
     return [
-        Column("loss", "loss", _three),
+        Column("loss", "loss (nat)", _three),
         Column("perplexity", "perplexity", lambda value: f"{value:,.1f}"),
-        Column("delta", "beyond full", _signed),
+        Column("delta", "beyond full (nat)", _signed),
         Column("delta_low", "95 % from", _signed),
         Column("delta_high", "to", _signed),
     ]

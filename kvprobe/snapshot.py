@@ -28,7 +28,11 @@ class Kind:
 
 
 TRAINING = Kind(
-    key="kvprobe training", what="snapshot", run="training run", remedy="move it away", afresh="remove it or move it"
+    key="kvprobe training",
+    what="snapshot",
+    run="training run",
+    remedy="remove it, and the training starts afresh",
+    afresh="remove it or move it",
 )
 
 
@@ -106,9 +110,7 @@ class Snapshot:
     def foreign(self) -> KvprobeError:
         """The refusal of a file that is none of this kind."""
         kind = self.kind
-        return KvprobeError(
-            f"{self.path.name} is no {kind.what} of a {kind.run} that this version reads: {kind.remedy}"
-        )
+        return KvprobeError(f"{self.path} is no {kind.what} of a {kind.run} that this version reads: {kind.remedy}")
 
     @property
     def _partial(self) -> Path:

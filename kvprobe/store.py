@@ -131,18 +131,28 @@ def disk_full(said: str, place: Path) -> bool:
     return "No space left" in said or shutil.disk_usage(place).free < 1 << 20
 
 
-def disk_error(error: OSError, target: Path) -> KvprobeError:
-    """The same failure as one sentence about the place that could not be written."""
+def disk_error(error: OSError, target: Path, *, instead: str | None = None) -> KvprobeError:
+    """The same failure as one sentence about the place that could not be written, and what to do ``instead``."""
     if error.errno == errno.ENOSPC:
         free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
         return KvprobeError(
             f"the disk is full: {target.name} could not be written to {target.parent} ({free / 2**20:,.0f} MiB free); "
-            "make room, or set KVPROBE_HOME to a directory on another disk"
+            f"make room, or {instead or 'set KVPROBE_HOME to a directory on another disk'}"
         )
     return KvprobeError(
         f"{target.name} could not be written to {target.parent}: {error.strerror or error}; "
-        "set KVPROBE_HOME to a directory that can be written"
+        f"{instead or 'set KVPROBE_HOME to a directory that can be written'}"
     )
+
+
+def check_writable(target: Path, *, instead: str) -> None:
+    """Raise KvprobeError if no file can be made where ``target`` shall be: before the work, and not after it."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise disk_error(error, target, instead=instead) from error
 
 
 def run_watched(

@@ -1,6 +1,7 @@
 """The memory bill against published figures, closed forms worked by hand, and what transformers really holds."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -145,6 +146,8 @@ def test_levers_by_hand():
     hybrid = lever_of("linear, 3 layers of 4", spec)
     assert hybrid.total(5000) == 9 * state + 5000 * full // 4
     assert [bool(layer.vectors) for layer in hybrid.layers[:5]] == [False, False, False, True, False]
+    of_three = levers(replace(spec, n_layers=3, windows=spec.windows[:3], kinds=spec.kinds[:3]))
+    assert [lever.name for lever in of_three if lever.kind == "linear"] == ["linear, all layers"]
     windowed = lever_of("window 1,024 + 4 sinks", spec)
     assert [windowed.total(context) for context in (1027, 1028, 1029)] == [1027 * full, 1028 * full, 1028 * full]
     assert [windowed.next_token(context) for context in (1027, 1028)] == [full, 0]

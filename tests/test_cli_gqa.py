@@ -80,7 +80,7 @@ def test_finished_cells_are_kept_and_not_run_again(run, corpus, monkeypatch):
     monkeypatch.setattr(cells, "train", lambda *given, **more: trained.append(more["what"]) or train(*given, **more))
     done = run("--quick", "--corpus", corpus, "--kv-heads", 2, "--kv-heads", 1, "--seeds", 2, "--format", "json")
     found = document(done)
-    assert trained == ["1 KV heads, seed 0", "1 KV heads, seed 1"]
+    assert trained == ["1 KV head, seed 0", "1 KV head, seed 1"]
     kept = {(row["n_kv_heads"], row["seed"]): row for row in first["rows"]}
     assert [row for row in found["rows"] if row["n_kv_heads"] == 2] == [kept[2, 0], kept[2, 1]]
     assert all(row["verdict"] is None for row in found["run"]["summary"])
@@ -154,7 +154,7 @@ def test_what_the_user_can_mend_is_one_line_before_any_step(run, corpus, monkeyp
         (["smollm2-135m", "--pool", "--quick"], "--quick trains small models: leave out --pool"),
         (["--text", "bundled"], "--text reads a pretrained model: give --pool too"),
         (["--dtype", "float16"], "use bfloat16 or float32"),
-        (["--seeds", "0"], "0 is not in the range x>=1"),
+        (["--seeds", "0"], "0 is not in the range 1<=x<=1000"),
         (["--uptrain", "2"], "2.0 is not in the range"),
     ],
 )

@@ -78,6 +78,11 @@ def test_a_text_of_another_alphabet_is_refused_with_some_of_its_letters():
         characters(text, length=1, n_train=1, n_valid=1)
 
 
+def test_a_text_without_letters_is_called_so_and_not_too_short():
+    with pytest.raises(KvprobeError, match=r"numbers\.txt has no letters"):
+        characters(Text("numbers.txt", "", "1234 5678 " * 1000), length=1, n_train=1, n_valid=1)
+
+
 def test_no_character_becomes_the_unknown_silently():
     with pytest.raises(KvprobeError, match=r"vocabulary of 3 symbols misses 2 characters of abc.txt: 'c', 'z'$"):
         spelled(ABC, "abcz", vocabulary=("?", "a", "b"), length=1, n_train=1, n_valid=1)

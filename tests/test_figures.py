@@ -13,6 +13,7 @@ from figures import lowrank as lowrank_figure
 from figures import window as window_figure
 from figures._paper import Picture
 from kvprobe.errors import KvprobeError
+from kvprobe.experiments.words import PUBLISHED
 from kvprobe.plots import cache, explained, latency, lowrank, memory, named, relief, roofline, style, window
 from kvprobe.results import Result
 
@@ -199,6 +200,12 @@ def test_a_result_without_a_field_is_named_with_it(tmp_path):
         ALL["sinks"].save(tmp_path, tmp_path)
 
 
+def test_a_place_that_cannot_be_written_is_named(results, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(KvprobeError, match=r"sinks\.pdf could not be written to .*choose another --out"):
+        ALL["sinks"].save(results, tmp_path / "file")
+
+
 def test_what_is_missing_for_a_model_is_what_is_not_of_it(results):
     assert not any(picture.missing(results, "tiny") for picture in ALL.values())
     assert not any(picture.missing(results, "elsewhere/tiny") for picture in ALL.values())
@@ -299,10 +306,16 @@ def test_the_relief_map_is_the_rows_and_its_front_the_flagged_ones():
 
 
 def test_quality_by_cache_is_the_summary_and_every_seed():
-    (ax,) = ALL["gqa"].draw(Result("gqa", GQA, RUN), 3.35).axes
+    (ax,) = ALL["gqa"].draw(Result("gqa", GQA, RUN | {"protocol": PUBLISHED}), 3.35).axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
     assert lines["mean over seeds"] == [[1536, 1.6], [3072, 1.55], [12288, 1.5125]]
     assert len(lines["one seed"]) == len(GQA)
+    assert ax.get_title() == ""
+
+
+def test_a_training_of_other_settings_is_named_in_its_figure():
+    (ax,) = ALL["gqa"].draw(Result("gqa", GQA, RUN | {"protocol": "not the published protocol"}), 3.35).axes
+    assert "not the published protocol" in ax.get_title().replace("\n", " ")
 
 
 def test_the_bill_is_the_rows_and_beyond_the_models_positions_it_is_shaded():

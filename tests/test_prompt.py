@@ -15,6 +15,7 @@ from tiny import tiny_ids, tiny_model
 pytest.importorskip("numba")
 
 from kvprobe import kernels, prompt, prompt_kernels, tiles
+from kvprobe.team import Arena
 
 # around a block, the eight tokens that are multiplied apart, and more than one of either
 LENGTHS = (1, 2, 7, 8, 9, 23, 24, 25, 32, 33, 55)
@@ -78,6 +79,47 @@ def test_bfloat16_is_no_farther_from_the_numbers_it_stands_for_than_torchs(famil
     ours = compiled(low, low.full_cache(60)).read(ids)
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """Every vector between numbers that nobody may write: those that the kernels work in, and a cache's buffers."""
+    kept, mark = [], 12345.0
+
+    def floats(self, count, dtype=torch.float32):
+        whole = torch.full((count + 128,), mark, dtype=dtype)
+        whole[64 : 64 + count] = 0
+        kept.append(whole)
+        return whole[64 : 64 + count]
+
+    def check():
+        assert kept
+        for whole in kept:
+            edges = torch.cat([whole[:64], whole[-64:]])
+            assert torch.equal(edges, torch.full_like(edges, mark))
+
+    monkeypatch.setattr(Arena, "floats", floats)
+    return floats, check
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_nothing_is_written_beside_a_buffer(data, guarded):
+    draw, (floats, check) = data.draw, guarded
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    decoder = random_decoder(drawn_config(draw), dtype)
+    length, batch = draw(st.integers(1, 60)), draw(st.sampled_from([1, 2]))
+    cache = decoder.full_cache(length + 1, batch=batch)
+    for buffers in (cache.keys, cache.values):
+        buffers[:] = [floats(None, buffer.numel(), buffer.dtype).view_as(buffer) for buffer in buffers]
+    compiled(decoder, cache, n_threads=draw(st.integers(1, 3))).read(tiny_ids(length, batch=batch))
+    fast.stepper(decoder, cache, kind="numba").step(torch.zeros(batch, dtype=torch.long))
+    check()
 
 
 def test_a_bfloat16_cache_is_widened_and_nothing_else():

@@ -211,11 +211,18 @@ def test_a_full_disk_leaves_the_old_page(llama, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fdopen", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(KvprobeError, match=r"the disk is full: report\.html could not be written .*to another place"):
         report.write(str(llama), out, FAST)
     monkeypatch.undo()
     assert out.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_place_where_nothing_can_be_made_is_refused_before_the_work(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "measure", lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    with pytest.raises(KvprobeError, match=r"a\.html could not be written to .*file.*another place"):
+        report.write(str(llama), tmp_path / "file" / "a.html", FAST)
 
 
 def test_a_kill_leaves_the_old_page(llama, tmp_path):

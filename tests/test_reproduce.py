@@ -13,6 +13,7 @@ from analyses.reproduce import Claim
 from conftest import write_gpt2_random
 from kvprobe import holders
 from kvprobe.errors import KvprobeError
+from kvprobe.experiments.words import PUBLISHED
 from kvprobe.progress import silent
 from kvprobe.results import Result
 
@@ -169,7 +170,7 @@ def test_training_is_compared_where_it_was_run_whole(tmp_path):
         bench.gqa()
     means = {8: 1.6, 4: 1.511, 2: 1.4, 1: 1.66}
     summary = [{"n_kv_heads": n, "mean": mean} for n, mean in means.items()]
-    run = {"protocol": "the published protocol", "corpus": "time-machine", "uptrain": None, "pool": False}
+    run = {"protocol": PUBLISHED, "corpus": "time-machine", "uptrain": None, "pool": False}
     run |= {"missing": [], "summary": summary}
     Result("gqa", summary, run).save(tmp_path / "gqa")
     rows = bench.gqa()

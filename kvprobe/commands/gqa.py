@@ -24,7 +24,9 @@ OF_POOLING = ("text", "tokens", "bos", "score_from")
     multiple=True,
     help="Key/value heads to train with. Repeat for several.  [default: 8, 4, 2, 1; with --pool all that divide]",
 )
-@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Models a head count, from --seed.")
+@click.option(
+    "--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Models a head count, from --seed."
+)
 @click.option("--steps", type=click.IntRange(1), help="Steps of training.  [default: 600; 60 with --quick]")
 @click.option(
     "--corpus",

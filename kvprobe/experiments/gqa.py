@@ -14,7 +14,7 @@ from kvprobe.corpus import Corpus
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments.words import interval_of, passage_of, training_of
+from kvprobe.experiments.words import PUBLISHED, interval_of, passage_of, training_of
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
 from kvprobe.scoring import check_score_from, default_block_length, nll, paired_interval, perplexity
@@ -31,7 +31,7 @@ MARGIN = 0.05
 class Protocol:
     """The model's size and how it is trained; the defaults are the published ones. ``words`` say what it is."""
 
-    words: str = "the published protocol"
+    words: str = PUBLISHED
     n_layers: int = 6
     width: int = 256
     n_train: int = 100_000

@@ -5,6 +5,9 @@ from typing import Any
 
 from kvprobe.results import Row
 
+PUBLISHED = "the published protocol"
+"""What a training run is called that has every published setting (:class:`kvprobe.experiments.gqa.Protocol`)."""
+
 
 def passage_of(run: Mapping[str, Any]) -> str:
     """Which model read what, as ``smollm2-135m, bundled, 1,024 tokens (no BOS)``."""
