@@ -1,4 +1,6 @@
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,63 @@ def test_a_bfloat16_cache_is_widened_and_nothing_else():
     fast.TorchReader(low, theirs).read(tiny_ids(60))
     # both rounded once from nearly the same
     torch.testing.assert_close(ours.keys[0], theirs.keys[0], atol=1e-2, rtol=2**-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_piece_begins_before_what_it_reads_is_written_and_what_it_overwrites_is_read(family):
+    k, decoder = prompt_kernels, from_hf(tiny_model(family))
+    plan = compiled(decoder, decoder.full_cache(60))._plan
+    plan.enter(0, torch.zeros(60, decoder.config.hidden), torch.arange(60), past=0)
+    rows = plan.rows
+    qkv = plan.qkv.data_ptr()
+
+    def reads(row):
+        # attention reads the cache too, which is written with the queries
+        return {row[k.SOURCE]} | ({row[k.TARGET]} if row[k.MODE] == k.ADD or row[k.OP] == k.ADD_NORMED else set())
+
+    def writes(row):
+        target = {row[k.TARGET]} if row[k.TARGET] else {qkv}
+        return target | ({row[k.SOURCE]} if row[k.OP] == k.ADD_NORMED else set())
+
+    for i, row in enumerate(rows[:-1]):
+        for j, before in enumerate(rows[:i]):
+            if (reads(row) & writes(before)) or (writes(row) & reads(before)):
+                assert row[k.NEED] >= rows[j + 1][k.START]
+        assert row[k.NEED] <= row[k.START]
+
+
+def test_no_row_beyond_a_matrix_is_read():
+    """A matrix up to the last byte of a page, and the next page locked: in a process of its own, which would die."""
+    code = """
+import ctypes, mmap, numpy as np
+from kvprobe.machine import compiled
+from kvprobe.tiles import BLOCK, NARROW_ROWS, narrow_tile, tile
+
+@compiled
+def multiply(narrow, matrix, line, n_rows, width, block, out):
+    if narrow:
+        narrow_tile(matrix, line, n_rows, 4, block, width, out)
+    else:
+        tile(matrix, line, n_rows, 4, block, width, out)
+
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 2 * page)
+start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page), page, 0) == 0
+width, block = 7, np.random.default_rng(0).standard_normal((7, BLOCK)).astype(np.float32)
+for narrow in (False, True):
+    for n_rows in range(1, NARROW_ROWS + 1 if narrow else 5):
+        n_bytes = 4 * n_rows * width
+        matrix = np.frombuffer(memory, np.float32, n_rows * width, offset=page - n_bytes).reshape(n_rows, width)
+        matrix[:] = np.arange(n_rows * width).reshape(n_rows, width)
+        out = np.zeros((NARROW_ROWS, BLOCK), np.float32)
+        multiply(narrow, start + page - n_bytes, 4 * width, n_rows, width, block.ctypes.data, out.ctypes.data)
+        seen = 8 if narrow else BLOCK
+        assert np.allclose(out[:n_rows, :seen], (matrix @ block)[:, :seen], atol=1e-4), (narrow, n_rows)
+print("whole")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "whole\n", (done.returncode, done.stderr)
 
 
 @pytest.mark.parametrize("n_threads", [2, 5])
