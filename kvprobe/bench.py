@@ -289,9 +289,12 @@ def _our_tiles(width: int) -> Callable[[], object] | None:
     except ImportError:
         return None
     n_threads, n_blocks, n_tiles = torch.get_num_threads(), -(-width // BLOCK), -(-width // TILE_ROWS)
-    matrix, blocks = torch.randn(n_tiles * TILE_ROWS, width), torch.randn(n_blocks, width, BLOCK)
+    generator = torch.Generator().manual_seed(0)
+    plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    matrix = torch.randn(n_tiles * TILE_ROWS, width, generator=generator, **plain)
+    blocks = torch.randn(n_blocks, width, BLOCK, generator=generator, **plain)
     edges = [TILE_ROWS * (n_tiles * i // n_threads) for i in range(n_threads + 1)]
-    outs = [torch.empty(n_blocks * (stop - start), BLOCK) for start, stop in pairwise(edges)]
+    outs = [torch.empty(n_blocks * (stop - start), BLOCK, **plain) for start, stop in pairwise(edges)]
 
     def share(i: int) -> None:
         rows = matrix[edges[i] : edges[i + 1]]

@@ -68,8 +68,8 @@ class NumbaStep:
         if cache.pads is not None and int(cache.pads.max()) > length:
             raise ValueError(f"a row is still in its padding ({cache.pads.tolist()} at {length} tokens): prefill it")
         decoder.check_length(length + 1, cache)
-        self._team.finish()
         cache.begin(cache.batch, 1)
+        self._team.finish()
         # Threads of torch's, woken for a large copy, wait for more work on the cores that the next step needs: 5 ms of
         # 16 to 28 a token.
         with one_thread(self):
@@ -96,10 +96,8 @@ class _Plan:
         self.x, self.qkv, self.added = (self._rows(n) for n in (config.hidden, width, config.hidden))
         self.mixed, self.gated = self._rows(config.n_heads * config.head_dim), self._rows(config.mlp_width)
         self.logits = self._rows(config.vocab)
-        # [parts, batch, outputs] of the matrices that read one vector, where they are stored by inputs
-        widest = max(width, config.hidden, config.mlp_width)
-        by_inputs = any(not parameter.is_contiguous() for parameter in decoder.blocks.parameters())
-        self.parts_of_inputs = arena.floats(INPUT_PARTS * batch * widest * by_inputs)
+        # of the matrices that read one vector, where they are stored by inputs: [parts, batch, outputs] of each
+        self.parts_of_inputs = arena.floats(0)
         self.pads = arena.words(batch)
         slots = max(keys.shape[2] for keys in cache.keys)
         self.parts = -(-ATTENTION_PIECES // (batch * config.n_kv_heads))
@@ -129,7 +127,9 @@ class _Plan:
         )
         plan = np.array(self.pieces, dtype=np.int64)
         arena.kept += [plan, layers]
-        numbers = arena.vector(torch.tensor([config.norm_eps, config.final_softcap or 0.0]))
+        numbers = arena.vector(
+            torch.tensor([config.norm_eps, config.final_softcap or 0.0], dtype=torch.float32, device="cpu")
+        )
         max_rows = int((plan[:, k.LAST] - plan[:, k.FIRST]).max())
         scores = config.n_heads // config.n_kv_heads * part_slots
         # each thread's own cache lines
@@ -141,7 +141,7 @@ class _Plan:
             TAKEN: counters.ctypes.data,
             DONE: counters.ctypes.data + 64,
             LIMIT: counters.ctypes.data + 128,
-            k.SCRATCH: arena.floats(n_threads * scratch // 4).data_ptr(),
+            k.SCRATCH: arena.room(n_threads * scratch // 4).data_ptr(),
             k.SCRATCH_BYTES: scratch,
             k.WEIGHT_BYTES: self.item,
             k.CACHE_BYTES: cache.keys[0].element_size(),
@@ -277,6 +277,10 @@ class _Plan:
         need, n_in, sums = len(self.pieces), source.shape[1], []
         edges = _edges(n_in, min(INPUT_PARTS, n_in // 8), 8)
         n_parts, begin = len(edges) - 1, 0
+        needed = n_parts * self.batch * sum(module.weight.shape[0] for module, _ in products)
+        if self.parts_of_inputs.numel() < needed:
+            # one for all phases, since each needs the one before to be done
+            self.parts_of_inputs = self.arena.floats(needed)
         for modules, target in _side_by_side(products):
             weight, n_out = modules[0].weight, sum(module.weight.shape[0] for module in modules)
             parts = self.parts_of_inputs[begin : begin + n_parts * self.batch * n_out].view(n_parts, self.batch, n_out)

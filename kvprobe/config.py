@@ -92,7 +92,7 @@ class DecoderConfig:
 def _rope(rotary: Rotary, head_dim: int, device: torch.device) -> Rope:
     # float32 whatever the weights' dtype, and so no buffer of the module, which a cast would round
     if rotary.frequencies is None:
-        inv_freq = 1.0 / rotary.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        inv_freq = 1.0 / rotary.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     else:
-        inv_freq = torch.tensor(rotary.frequencies, dtype=torch.float32)
+        inv_freq = torch.tensor(rotary.frequencies, dtype=torch.float32, device="cpu")
     return Rope(inv_freq.to(device), interleaved=rotary.interleaved)

@@ -17,14 +17,20 @@ from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvprobe import linear
 from kvprobe.attention import AttentionCall
 from kvprobe.caches import FullCache, KVCache, RollingCache
-from kvprobe.decoder import Attend, Decoder, DecoderConfig
+from kvprobe.decoder import MLP, Attend, Attention, Block, Decoder, DecoderConfig, Norm
 
 Kind = Literal["auto", "numba", "torch"]
+
+# what compiled code computes itself, where nobody would see a hook or another module
+_KNOWN = {
+    *(Decoder, Block, Attention, MLP, Norm),
+    *(nn.Linear, nn.LayerNorm, nn.Embedding, nn.Identity, nn.ModuleList),
+}
 
 
 class Stepper(Protocol):
@@ -70,11 +76,7 @@ def stepper(decoder: Decoder, cache: KVCache, *, attend: Attend | None = None, k
 
     Raises ValueError where "numba" is asked for and cannot be, saying why.
     """
-    if kind not in ("auto", "numba", "torch"):
-        raise ValueError(f"the decode step is auto, numba or torch, got {kind!r}")
-    why_not = None if kind == "torch" else obstacle(decoder, cache, attend)
-    if kind == "numba" and why_not:
-        raise ValueError(f"the numba step cannot be used: {why_not}")
+    why_not = _why_not(decoder, cache, attend, kind)
     if kind == "torch" or why_not:
         note = why_not and f"decode step: torch, since {why_not}"
         return TorchStep(decoder, cache, attend=attend or AttentionCall.attend, note=note)
@@ -125,16 +127,18 @@ def reader(decoder: Decoder, cache: KVCache, n_tokens: int, *, chunk: int | None
     """The fastest way to read ``n_tokens`` tokens a row into ``cache`` as it stands, at most ``chunk`` at once.
 
     The compiled one where it is faster than torch on this machine, which is measured once ("numba": without asking),
-    of prompts of at least `linear.FEWEST_TOKENS`, without padding, and into a cache that they do not make roll.
+    of prompts of at least `linear.FEWEST_TOKENS`, and where it can (:func:`unreadable`). Raises ValueError where
+    "numba" is asked for and cannot be, whatever the prompt, saying why.
     """
-    rolls = any(cache.length + n_tokens > keys.shape[2] for keys in cache.keys)
-    plain = type(cache) is FullCache and cache.pads is None and not rolls
+    why_not = _why_not(decoder, cache, None, kind)
     few = min(n_tokens, chunk or n_tokens) < linear.FEWEST_TOKENS
-    if kind == "torch" or few or not plain or obstacle(decoder, cache):
+    if kind == "torch" or why_not or few or unreadable(cache, n_tokens):
         return TorchReader(decoder, cache)
     try:
         from kvprobe.prompt import NumbaReader
-    except ImportError:
+    except ImportError as error:
+        if kind == "numba":
+            raise ValueError(f"the numba reader cannot be used: numba cannot be imported ({error})") from error
         return TorchReader(decoder, cache)
     if kind == "auto" and not compiled_reads_faster(decoder.embedding.weight.dtype, torch.get_num_threads()):
         return TorchReader(decoder, cache)
@@ -149,7 +153,7 @@ def compiled_reads_faster(dtype: torch.dtype, n_threads: int) -> bool:
     config = DecoderConfig(
         n_layers=2, n_heads=8, n_kv_heads=4, head_dim=64, hidden=512, mlp_width=1536, vocab=64, max_positions=256
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         decoder = Decoder(config).to(dtype)
         ids = torch.randint(config.vocab, (1, config.max_positions))
     cache = decoder.full_cache(config.max_positions)
@@ -166,7 +170,28 @@ def compiled_reads_faster(dtype: torch.dtype, n_threads: int) -> bool:
             if turn:
                 # the first call sets up; of the others the best, since a busy machine only ever adds
                 best[each.name] = min(best.get(each.name, taken), taken)
-    return best["numba"] < best["torch"]
+    return best["numba"] * linear.GAIN < best["torch"]
+
+
+def unreadable(cache: KVCache, n_tokens: int) -> str | None:
+    """Why the compiled reader cannot read ``n_tokens`` more tokens a row into ``cache``; None where it can."""
+    if type(cache) is not FullCache:
+        return f"it does not know the cache {type(cache).__name__}"
+    if cache.pads is not None:
+        return "it takes no padding"
+    if any(cache.length + n_tokens > keys.shape[2] for keys in cache.keys):
+        return "a ring of the cache would roll"
+    return None
+
+
+def _why_not(decoder: Decoder, cache: KVCache, attend: Attend | None, kind: Kind) -> str | None:
+    """The obstacle, if it matters. Raises ValueError for a ``kind`` that is none, and for "numba" that cannot be."""
+    if kind not in ("auto", "numba", "torch"):
+        raise ValueError(f"the way to read and decode is auto, numba or torch, got {kind!r}")
+    why_not = None if kind == "torch" else obstacle(decoder, cache, attend)
+    if kind == "numba" and why_not:
+        raise ValueError(f"numba cannot be used: {why_not}")
+    return why_not
 
 
 @contextmanager
@@ -188,7 +213,7 @@ def one_thread(step: Stepper | Reader | None) -> Iterator[None]:
 
 
 def obstacle(decoder: Decoder, cache: KVCache, attend: Attend | None = None) -> str | None:
-    """Why the numba step cannot stand in for this decoder on this cache; None where it can."""
+    """Why compiled code cannot stand in for this decoder on this cache; None where it can."""
     weights = {parameter.dtype for parameter in decoder.parameters()}
     plain = (torch.float32, torch.bfloat16)
     if attend is not None:
@@ -197,6 +222,13 @@ def obstacle(decoder: Decoder, cache: KVCache, attend: Attend | None = None) -> 
         return f"it does not know the cache {type(cache).__name__}"
     if any(parameter.device.type != "cpu" for parameter in decoder.parameters()) or cache.keys[0].device.type != "cpu":
         return "the model is not on the CPU"
+    for name, module in decoder.named_modules():
+        if type(module) not in _KNOWN:
+            return f"{name} is a {type(module).__name__}"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name or 'the decoder'} has hooks"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
     if len(weights) != 1 or not weights <= {*plain} or cache.keys[0].dtype not in plain:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in weights | {cache.keys[0].dtype})
         return f"it reads float32 or bfloat16, not {' and '.join(names)}"

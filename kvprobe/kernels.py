@@ -20,9 +20,10 @@ from kvprobe.machine import add, at, compiled, compiled_for_numbers, narrow, pre
 from kvprobe.tickets import DONE, LIMIT, TAKEN, TOTAL, take, wait
 
 # Of the modules of compiled functions imported here: numba keeps machine code until this very file changes.
-MADE_OF = "68eaf381a33a"
+MADE_OF = "2417403b8490"
 # One piece: int64 [ROW]. `NEED` counts the pieces that must be done before it. It is of all sequences of the batch,
-# whose vectors are `SOURCE_STEP` and `TARGET_STEP` bytes apart; one head's piece is of `SEQUENCE` alone.
+# whose vectors are `SOURCE_STEP` and `TARGET_STEP` bytes apart; one head's piece is of `SEQUENCE` alone. `PART` is the
+# number of a part of the slots and, for SUM, how many parts there are.
 (
     NEED, OP, FIRST, LAST, MATRIX, SECOND, WIDTH, STRIDE, SOURCE, TARGET, NORM, BIAS, MODE, LAYER, SOURCE_STEP,
     TARGET_STEP, SEQUENCE, PART, ROW,

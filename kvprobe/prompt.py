@@ -15,14 +15,14 @@ from kvprobe import prompt_kernels as k
 from kvprobe.caches import KVCache
 from kvprobe.config import Rotary
 from kvprobe.decoder import Block, Decoder
-from kvprobe.fast import one_thread
+from kvprobe.fast import one_thread, unreadable
 from kvprobe.team import Arena, Team, vector_of
 from kvprobe.tickets import DONE, LIMIT, TAKEN, TOTAL
 from kvprobe.tiles import BLOCK, NARROW_ROWS, TILE_ROWS
 
 # 22 blocks: prompts of 512 tokens in one go
 TOKENS_AT_ONCE = 22 * BLOCK
-# The most that a piece reads of a matrix: it stays in a core's second cache while all blocks pass.
+# About the most that a piece reads of a matrix: it stays in a core's second cache while all blocks pass.
 PIECE_BYTES = 256 * 1024
 # into how many pieces each thread's share of a matrix is cut, so that none waits long for the others at its end
 PIECES_A_THREAD = 8
@@ -32,7 +32,9 @@ class NumbaReader:
     """The reading of a prompt compiled, float32 between weights and cache of float32 or bfloat16. On a CPU.
 
     As many threads as torch has. Beyond the decoder and the cache it holds the vectors of `TOKENS_AT_ONCE` tokens and,
-    a thread, a piece of a matrix and the scores of a block. See :func:`kvprobe.fast.reader`.
+    a thread, a piece of a matrix and a block's scores of a whole cache; of one in 16 bits also a head's keys and values
+    in float32. See :func:`kvprobe.fast.reader`. Raises ValueError for a cache that is no :class:`FullCache` or of
+    another model.
     """
 
     name = "numba"
@@ -40,8 +42,11 @@ class NumbaReader:
     def __init__(self, decoder: Decoder, cache: KVCache, *, n_threads: int | None = None) -> None:
         if cache.shape != decoder.config.cache_shape:
             raise ValueError(f"the cache is of another model: {cache.shape}, not {decoder.config.cache_shape}")
+        if why_not := unreadable(cache, 0):
+            raise ValueError(f"the compiled reader cannot be used: {why_not}")
         n_threads = n_threads or torch.get_num_threads()
         self._decoder, self._cache, self._arena = decoder, cache, Arena()
+        self._weights = _addresses(decoder)
         self._plan = _Plan(decoder, cache, self._arena, n_threads)
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
         kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
@@ -51,19 +56,29 @@ class NumbaReader:
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
-        """As :class:`kvprobe.fast.Reader` says."""
+        """As :class:`kvprobe.fast.Reader` says.
+
+        Raises ValueError also for ids that are none, for padding and a ring that would roll, and for a decoder whose
+        weights have been given other memory.
+        """
         cache, plan = self._cache, self._plan
         batch, n_tokens = ids.shape
+        vocab, whole = self._decoder.config.vocab, ids.dtype in (torch.int32, torch.int64)
+        if not n_tokens or not whole or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            raise ValueError(f"token ids below {vocab} expected, at least one a row")
         cache.check(batch, n_tokens)
         self._decoder.check_length(cache.length + n_tokens, cache)
-        self._team.finish()
+        if why_not := unreadable(cache, n_tokens):
+            raise ValueError(f"the compiled reader cannot be used: {why_not}")
+        if self._weights != _addresses(self._decoder):
+            raise ValueError("the decoder's weights are not where they were: make a new reader")
         last: list[Tensor] = []
         # Threads of torch's, woken for a large copy, wait for more work on the cores that the pieces need.
         with one_thread(self):
             for part in ids.split(TOKENS_AT_ONCE, dim=1):
-                # an id that is none is refused here, before anything is written
-                embedded = self._decoder.embedding(part).float()
                 cache.begin(batch, part.shape[1])
+                self._team.finish()
+                embedded = self._decoder.embedding(part).float()
                 positions, last = cache.positions(part.shape[1]), []
                 for row in range(batch):
                     plan.enter(row, embedded[row], positions, past=cache.length)
@@ -103,13 +118,13 @@ class _Plan:
             layers[layer] = self._layer_row(layer, block, cache)
         end = [0] * k.ROW
         self.rows = np.array([*self.phases, end], dtype=np.int64)
-        widest = max(row[k.WIDTH] for row in self.phases)
-        packed = max(2 * 4 * row[k.PER] * row[k.WIDTH] for row in self.phases)
-        packed = max(-(-packed // 128) * 128, 4 * widest)
+        # a piece of a matrix, or of two, in float32
+        packed = -(-max(2 * 4 * row[k.PER] * row[k.WIDTH] for row in self.phases) // 128) * 128
         tall = max(row[k.PER] for row in self.phases)
         # of each a whole tile at its end
         outs = 2 * 4 * BLOCK * (tall + NARROW_ROWS)
-        attended = 8 * slots * head_dim + 4 * BLOCK * (slots + head_dim + 2 + 2 * NARROW_ROWS)
+        narrow = cache.keys[0].element_size() < 4
+        attended = 8 * slots * head_dim * narrow + 4 * BLOCK * (slots + head_dim + 2 + 2 * NARROW_ROWS)
         scratch = 64 * -(-max(packed + outs, attended, 8 * BLOCK) // 64)
         counters = arena.words(24)
         arena.kept += [self.rows, layers]
@@ -118,7 +133,7 @@ class _Plan:
             DONE: counters.ctypes.data + 64,
             LIMIT: counters.ctypes.data + 128,
             k.PHASES: self.rows.ctypes.data,
-            k.SCRATCH: arena.floats(n_threads * scratch // 4).data_ptr(),
+            k.SCRATCH: arena.room(n_threads * scratch // 4).data_ptr(),
             k.SCRATCH_BYTES: scratch,
             k.PACKED_BYTES: packed,
             k.WEIGHT_BYTES: self.item,
@@ -128,7 +143,7 @@ class _Plan:
             k.N_KV_HEADS: config.n_kv_heads,
             k.HEAD_DIM: head_dim,
             k.LAYERS: layers.ctypes.data,
-            k.NUMBERS: arena.vector(torch.tensor([config.norm_eps])),
+            k.NUMBERS: arena.vector(torch.tensor([config.norm_eps], dtype=torch.float32, device="cpu")),
         }
         self.table = arena.words(k.TABLE)
         for place, value in given.items():
@@ -271,6 +286,10 @@ class _Plan:
             row[k.KEY_NORM] = vector_of(attention.key_norm, self.arena)
         row[k.SCALE] = int(np.float32(attention.scale).view(np.int32))
         return row
+
+
+def _addresses(decoder: Decoder) -> list[int]:
+    return [parameter.data_ptr() for parameter in decoder.parameters()]
 
 
 def _in_blocks(vectors: Tensor) -> Tensor:

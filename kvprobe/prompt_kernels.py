@@ -28,7 +28,7 @@ from kvprobe.tiles import (
 )
 
 # Of the modules of compiled functions imported here: numba keeps machine code until this very file changes.
-MADE_OF = "fb38c3bb6aa5"
+MADE_OF = "69f4e3f359d1"
 # One phase: int64 [ROW]. Its pieces begin at `START` and need all before `NEED`; a piece is `PER` rows of a matrix and
 # of all blocks, or one block, or one block of one key/value head. Row r's number k stands at `MATRIX` + r * `ROW_STEP`
 # + k * `STEP`. The source is of `WIDTH` numbers a token; the target of `TARGET_WIDTH`, of which row 0 is `AT`.
@@ -41,7 +41,8 @@ MADE_OF = "fb38c3bb6aa5"
 NORMED, ADD_NORMED, PRODUCT, GATED, PLACE, ATTEND = range(6)
 # what MODE may be: how a product ends, or which activation a gate has
 STORE, ADD, GELU, SILU = range(4)
-# What all pieces share: int64 [TABLE], addresses and numbers; the first are those of kvprobe.tickets.
+# What all pieces share: int64 [TABLE], addresses and numbers; the first are those of kvprobe.tickets. `SCRATCH_BYTES`
+# are of one thread: a piece of a matrix in `PACKED_BYTES`, then products, or all that attention needs.
 (
     PHASES, SCRATCH, SCRATCH_BYTES, PACKED_BYTES, WEIGHT_BYTES, CACHE_BYTES, IS_LAYER_NORM, N_HEADS, N_KV_HEADS,
     HEAD_DIM, LAYERS, NUMBERS, PAST, COUNT, SEQUENCE, TABLE,
@@ -286,7 +287,8 @@ def _attend(row: Any, table: Any, piece: int, packed: int, zero: Any) -> None:
     for head in range(kv_head * group, (kv_head + 1) * group):
         queries = row[SOURCE] + (block * row[WIDTH] + head * head_dim) * _LINE
         _product_of(keys, line, TILE_ROWS * line, 4, n_keys, queries, head_dim, end - query, scores)
-        # what a query may not see: the tokens after it, and those before a layer's own window
+        # What a query may not see: the tokens after it, and those before a layer's own window. Each weighs e to the
+        # -87.3, which is nothing beside the one that it sees best.
         for key in range(max(0, query - start), n_keys):
             for token in range(key + start - query):
                 score[BLOCK * key + token] = _HIDDEN

@@ -28,7 +28,12 @@ class Arena:
 
     def floats(self, count: int) -> Tensor:
         """A new float32 vector of zeros."""
-        self.kept.append(torch.zeros(count))
+        return self.room(count).zero_()
+
+    def room(self, count: int) -> Tensor:
+        """A new float32 vector of anything, which takes memory as it is written."""
+        # whatever the user's default dtype and device
+        self.kept.append(torch.empty(count, dtype=torch.float32, device="cpu"))
         return self.kept[-1]
 
     def words(self, count: int) -> Any:
@@ -73,16 +78,24 @@ class Team:
         weakref.finalize(self, _close, self._gates, closing, threads)
 
     def finish(self) -> None:
-        """Work off what an interrupt left of a step, so that the next one starts from its own first piece."""
+        """Work off what an interrupt left open, so that the next step starts from its own first piece.
+
+        Once the cache has begun a pass, and not before: what stands open may be another thread's.
+        """
         if tickets.is_open(self._table):
             self._work(self._table, 0, *self._kinds)
 
     def run(self) -> None:
         """One step, from opening it to its last piece; nothing may stand open (:meth:`finish`)."""
-        tickets.open_step(self._table)
-        for gate in self._gates:
-            _release(gate)
-        self._work(self._table, 0, *self._kinds)
+        try:
+            tickets.open_step(self._table)
+            for gate in self._gates:
+                _release(gate)
+            self._work(self._table, 0, *self._kinds)
+        except BaseException:
+            # what stood open would be written into whatever the cache holds then
+            self.finish()
+            raise
 
 
 def _serve(work: Work, gate: Any, closing: Any, table: Any, thread: int, kinds: tuple[Any, Any], arena: Arena) -> None:

@@ -78,8 +78,10 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     decoder = from_hf(loaded.model)
     ids = _prompt_ids(loaded.tokenizer, prompt, options["bos"])
     cache = _cache(decoder, ids, options)
+    start_up = time.perf_counter()
     stepper = None if cache is None else fast.stepper(decoder, cache)
     reader = None if cache is None else fast.reader(decoder, cache, len(ids), chunk=cache.window)
+    start_up_s = 0.0 if cache is None else time.perf_counter() - start_up
     if stepper is not None and stepper.note is not None:
         notice(stepper.note, quiet=options["quiet"])
     coming = stream(
@@ -133,7 +135,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
             cache=not options["no_cache"],
             step="torch" if stepper is None else stepper.name,
             reader="torch" if reader is None else reader.name,
-            start_up_s=0.0 if stepper is None else round(stepper.start_up_s, 3),
+            start_up_s=round(start_up_s, 3),
             wall_s=round(time.perf_counter() - started, 3),
         )
         emit(Result("generate", [row], run), format_=options["format_"], out=options["out"], columns=())
