@@ -327,7 +327,7 @@ def test_the_step_is_chosen_and_says_why_not():
     for words, step in expected.items():
         assert step.name == "torch"
         assert words in step.note
-    with pytest.raises(ValueError, match="the numba step cannot be used: it reads float32"):
+    with pytest.raises(ValueError, match="numba cannot be used: it reads float32"):
         fast.stepper(half, half.full_cache(9), kind="numba")
     with pytest.raises(ValueError, match="auto, numba or torch, got 'jit'"):
         fast.stepper(decoder, one, kind="jit")
