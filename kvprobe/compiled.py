@@ -18,7 +18,7 @@ from kvprobe.config import Rotary
 from kvprobe.decoder import Block, Decoder
 from kvprobe.fast import one_thread
 from kvprobe.team import Arena, Team, vector_of
-from kvprobe.tickets import DONE, LIMIT, TAKEN, TOTAL
+from kvprobe.tickets import TOTAL
 
 # What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads waiting at a phase's end.
 PIECE_BYTES = 384 * 1024
@@ -134,13 +134,9 @@ class _Plan:
         scores = config.n_heads // config.n_kv_heads * part_slots
         # each thread's own cache lines
         scratch = 64 * -(-4 * (batch * (config.hidden + max_rows) + max(scores, config.head_dim) + 16) // 64)
-        counters = arena.words(24)
         given = {
             k.PLAN: plan.ctypes.data,
             TOTAL: len(plan),
-            TAKEN: counters.ctypes.data,
-            DONE: counters.ctypes.data + 64,
-            LIMIT: counters.ctypes.data + 128,
             k.SCRATCH: arena.room(n_threads * scratch // 4).data_ptr(),
             k.SCRATCH_BYTES: scratch,
             k.WEIGHT_BYTES: self.item,
@@ -161,9 +157,7 @@ class _Plan:
             k.PART_SLOTS: part_slots,
             k.PARTIAL: partial.data_ptr(),
         }
-        self.table = arena.words(k.TABLE)
-        for place, value in given.items():
-            self.table[place] = value
+        self.table = arena.table(k.TABLE, given)
 
     def enter(self, token: Tensor, cache: KVCache) -> None:
         """The embeddings of ``token`` ``[batch]``, and the angles of their positions: as the decoder makes them."""
@@ -265,7 +259,7 @@ class _Plan:
                 # where the second's biases begin
                 "stride": n_out,
                 "norm": starts,
-                "bias": self._biases(module, second),
+                "bias": self.arena.biases(module, second),
                 "mode": mode,
             }
             for first, last in pairwise(edges):
@@ -288,16 +282,12 @@ class _Plan:
             shared = {"matrix": self.arena.matrix(weight)[0], "stride": weight.stride(1), "width": n_out, "norm": norm}
             for part, (first, last) in zip(parts, pairwise(edges), strict=True):
                 self._piece(need, k.INPUTS, first, last, source=source, target=part, **shared)
-            sums.append((parts, target, {"width": n_out, "part": n_parts, "bias": self._biases(*modules)}))
+            sums.append((parts, target, {"width": n_out, "part": n_parts, "bias": self.arena.biases(*modules)}))
         need = len(self.pieces)
         for parts, target, others in sums:
             n_out = parts.shape[-1]
             for first, last in pairwise(_edges(n_out, min(self.n_threads, n_out // 64), 4)):
                 self._piece(need, k.SUM, first, last, source=parts[0], target=target, mode=mode, **others)
-
-    def _biases(self, *modules: Any) -> int:
-        biases = [each.bias for each in modules if getattr(each, "bias", None) is not None]
-        return self.arena.vector(*biases) if biases else 0
 
     def _piece(
         self,

@@ -17,7 +17,7 @@ from kvprobe.config import Rotary
 from kvprobe.decoder import Block, Decoder
 from kvprobe.fast import one_thread, unreadable
 from kvprobe.team import Arena, Team, vector_of
-from kvprobe.tickets import DONE, LIMIT, TAKEN, TOTAL
+from kvprobe.tickets import TOTAL
 from kvprobe.tiles import BLOCK, NARROW_ROWS, TILE_ROWS
 
 # 22 blocks: prompts of 512 tokens in one go
@@ -126,12 +126,8 @@ class _Plan:
         narrow = cache.keys[0].element_size() < 4
         attended = 8 * slots * head_dim * narrow + 4 * BLOCK * (slots + head_dim + 2 + 2 * NARROW_ROWS)
         scratch = 64 * -(-max(packed + outs, attended, 8 * BLOCK) // 64)
-        counters = arena.words(24)
         arena.kept += [self.rows, layers]
         given = {
-            TAKEN: counters.ctypes.data,
-            DONE: counters.ctypes.data + 64,
-            LIMIT: counters.ctypes.data + 128,
             k.PHASES: self.rows.ctypes.data,
             k.SCRATCH: arena.room(n_threads * scratch // 4).data_ptr(),
             k.SCRATCH_BYTES: scratch,
@@ -145,9 +141,7 @@ class _Plan:
             k.LAYERS: layers.ctypes.data,
             k.NUMBERS: arena.vector(torch.tensor([config.norm_eps], dtype=torch.float32, device="cpu")),
         }
-        self.table = arena.words(k.TABLE)
-        for place, value in given.items():
-            self.table[place] = value
+        self.table = arena.table(k.TABLE, given)
 
     def enter(self, row: int, x: Tensor, positions: Tensor, *, past: int) -> None:
         """The embeddings ``x`` ``[n_tokens, hidden]`` of one row, and the angles of their positions: as the decoder."""
@@ -221,7 +215,6 @@ class _Plan:
     ) -> None:
         """A matrix, or the gated pair of two, by as many rows as stay in a core's cache."""
         weights = [each.weight for each in (module, second) if each is not None]
-        biases = [each.bias for each in (module, second) if getattr(each, "bias", None) is not None]
         n_out, n_in = weights[0].shape
         if len({weight.stride() for weight in weights}) > 1:
             # a pair is read alike
@@ -245,7 +238,7 @@ class _Plan:
             row_step=row_step,
             step=step,
             at=at,
-            bias=self.arena.vector(*biases) if biases else 0,
+            bias=self.arena.biases(module, second),
             mode=mode,
         )
 

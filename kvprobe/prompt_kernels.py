@@ -28,7 +28,7 @@ from kvprobe.tiles import (
 )
 
 # Of the modules of compiled functions imported here: numba keeps machine code until this very file changes.
-MADE_OF = "69f4e3f359d1"
+MADE_OF = "8e28f6f25a49"
 # One phase: int64 [ROW]. Its pieces begin at `START` and need all before `NEED`; a piece is `PER` rows of a matrix and
 # of all blocks, or one block, or one block of one key/value head. Row r's number k stands at `MATRIX` + r * `ROW_STEP`
 # + k * `STEP`. The source is of `WIDTH` numbers a token; the target of `TARGET_WIDTH`, of which row 0 is `AT`.
@@ -185,26 +185,23 @@ def _gated(row: Any, table: Any, piece: int, packed: int, outs: int, zero: Any) 
 
 @compiled
 def _norm(source: int, width: int, norm: int, is_layer_norm: int, eps: Any, spare: int, target: int) -> None:
-    """RMSNorm, or LayerNorm, of each token of a block, which may be its own target; ``spare`` is of two rows."""
-    means, factors, count = at(spare, _ZERO), at(spare + _LINE, _ZERO), np.float32(width)
+    """RMSNorm, or LayerNorm, of each token of a block, which may be its own target; ``spare`` is of one row."""
+    factors, count, before, after = at(spare, _ZERO), np.float32(width), at(source, _ZERO), at(target, _ZERO)
     if is_layer_norm:
+        # first without the mean
         total(source, width, spare)
-    for token in range(BLOCK):
-        means[token] = means[token] / count if is_layer_norm else _ZERO
-    squares(source, width, spare, spare + _LINE)
+        for token in range(BLOCK):
+            factors[token] /= count
+        for i in range(width * BLOCK):
+            after[i] = before[i]
+        lower(target, width, spare)
+        source = target
+    squares(source, width, spare)
     for token in range(BLOCK):
         factors[token] = _ONE / np.sqrt(factors[token] / count + eps)
-    if not is_layer_norm:
-        rescale(source, width, spare + _LINE, norm, target)
-        return
-    shifted, bias, before = at(target, _ZERO), at(norm + 4 * width, _ZERO), at(source, _ZERO)
-    for i in range(width * BLOCK):
-        shifted[i] = before[i]
-    lower(target, width, spare)
-    rescale(target, width, spare + _LINE, norm, target)
-    for k in range(width):
-        for token in range(BLOCK):
-            shifted[BLOCK * k + token] += bias[k]
+    rescale(source, width, spare, norm, target)
+    if is_layer_norm:
+        _add_bias(norm + 4 * width, width, after)
 
 
 @compiled

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,20 @@ class Arena:
             weight = weight.contiguous()
         self.hold(weight)
         return int(weight.data_ptr()), not weight.is_contiguous()
+
+    def biases(self, *modules: Any) -> int:
+        """The address of the biases that ``modules`` have, one after the other; 0 where there is none."""
+        found = [module.bias for module in modules if getattr(module, "bias", None) is not None]
+        return self.vector(*found) if found else 0
+
+    def table(self, size: int, given: Mapping[int, int]) -> Any:
+        """A table of ``size`` words, with counters on cache lines of their own (:mod:`kvprobe.tickets`)."""
+        counters, table = self.words(24), self.words(size)
+        for i, place in enumerate((tickets.TAKEN, tickets.DONE, tickets.LIMIT)):
+            table[place] = counters.ctypes.data + 64 * i
+        for place, value in given.items():
+            table[place] = value
+        return table
 
 
 def vector_of(norm: Any, arena: Arena) -> int:

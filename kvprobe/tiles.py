@@ -152,51 +152,45 @@ def _tile_body(
 def highest(context: Any, block: Any, width: Any, out: Any) -> Any:
     """``out[token] = max over k of block[k, token]``; of a NaN, anything."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        block, width, out = arguments
+    def larger(builder: Any, new: Any, old: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", new, old), new, old)
 
-        def each(k: Any, address: Any, tokens: Tokens, states: Any) -> list[Tokens]:
-            pairs = zip(tokens, states[0], strict=True)
-            return [[builder.select(builder.fcmp_ordered(">", new, old), new, old) for new, old in pairs]]
-
-        _store(builder, _along(builder, block, width, [_constant(float("-inf"))], each)[0], out)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), code
+    return types.void(*[types.int64] * 3), _fold(float("-inf"), larger)
 
 
 @intrinsic
 def total(context: Any, block: Any, width: Any, out: Any) -> Any:
     """``out[token] = sum over k of block[k, token]``."""
 
+    def added(builder: Any, new: Any, old: Any) -> Any:
+        return builder.fadd(new, old)
+
+    return types.void(*[types.int64] * 3), _fold(0.0, added)
+
+
+@intrinsic
+def squares(context: Any, block: Any, width: Any, out: Any) -> Any:
+    """``out[token] = sum over k of block[k, token]²``."""
+
+    def added(builder: Any, new: Any, old: Any) -> Any:
+        return _times(builder, new, new, old)
+
+    return types.void(*[types.int64] * 3), _fold(0.0, added)
+
+
+def _fold(start: float, combine: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
+    """Of each token one number, from all of a block: ``combine`` takes the next one and what has come so far."""
+
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         block, width, out = arguments
 
         def each(k: Any, address: Any, tokens: Tokens, states: Any) -> list[Tokens]:
-            return [[builder.fadd(new, old) for new, old in zip(tokens, states[0], strict=True)]]
+            return [[combine(builder, new, old) for new, old in zip(tokens, states[0], strict=True)]]
 
-        _store(builder, _along(builder, block, width, [_constant(0.0)], each)[0], out)
+        _store(builder, _along(builder, block, width, [_constant(start)], each)[0], out)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3), code
-
-
-@intrinsic
-def squares(context: Any, block: Any, width: Any, less: Any, out: Any) -> Any:
-    """``out[token] = sum over k of (block[k, token] - less[token])²``."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        block, width, less, out = arguments
-        means = _load(builder, less)
-
-        def each(k: Any, address: Any, tokens: Tokens, states: Any) -> list[Tokens]:
-            rests = [builder.fsub(token, mean) for token, mean in zip(tokens, means, strict=True)]
-            return [[_times(builder, rest, rest, old) for rest, old in zip(rests, states[0], strict=True)]]
-
-        _store(builder, _along(builder, block, width, [_constant(0.0)], each)[0], out)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), code
+    return code
 
 
 @intrinsic
