@@ -1,8 +1,8 @@
 """How is the reading of a prompt laid out for the kernels? Phases of a table of addresses, and blocks of tokens.
 
 The decoder's own matrices and the cache's own buffers, as in :mod:`kvprobe.compiled`; vectors lie in blocks of tokens
-(:mod:`kvprobe.prompt_kernels`), and as many tokens at once as `TOKENS_AT_ONCE`, so that scratch does not grow with the
-prompt.
+(:mod:`kvprobe.prompt_kernels`), as many tokens at once as `TOKENS_AT_ONCE`, so that they do not grow with the prompt.
+Whoever changes weights in place need do nothing; whoever gives them other memory makes a new reader.
 """
 
 from typing import Any

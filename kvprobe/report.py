@@ -260,13 +260,14 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
     settings: dict[str, Any] = {"contexts": contexts, "seconds": plan.seconds, "seed": plan.seed}
     result = latency.run(subject.loaded, **settings, progress=progress)
     run = result.run
-    above = "what it reads stays in the processor's caches, or the machine was busy while its ceilings were measured."
+    said = latency.sentence(result)
+    unsaid = latency.ABOVE not in said and any(row["fraction_of_ceiling"] > 1 for row in result.rows)
     return {
         "sentences": [
-            f"{latency.sentence(result)}.",
+            f"{said}.",
             f"Measured just before and after: the machine reads {run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and "
             f"multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s.",
-            *(["A row above 100 %: " + above] if any(row["fraction_of_ceiling"] > 1 for row in result.rows) else []),
+            *([f"A row above 100 %: {latency.ABOVE}."] if unsaid else []),
         ],
         "pictures": _both(lambda width: figure(result.rows, run, width=width, title=False)),
         "caption": "Milliseconds a token by context, with a cache and without, and both under the machine's own roof.",

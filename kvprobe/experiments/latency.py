@@ -14,6 +14,8 @@ from kvprobe.results import Result, run_record
 from kvprobe.roofline import Shape
 
 DEFAULT_CONTEXTS = (128, 512, 1024)
+ABOVE = "what it reads stays in the processor's caches, or the machine was busy while its ceilings were measured"
+"""Why a row may be above its ceiling."""
 
 
 def run(
@@ -88,8 +90,5 @@ def sentence(result: Result) -> str:
         said += f" and {naive[0]['ms_median']:,.1f} ms without ({times:,.1f} times as long)"
     bound = "its memory" if row["bound"] == "bandwidth" else "its arithmetic"
     if row["fraction_of_ceiling"] > 1:
-        return (
-            f"{said}; with it, more than was measured of {bound}: what it reads stays in the processor's caches, or "
-            "the machine was busy while it was measured"
-        )
+        return f"{said}; with it, more than was measured of {bound}: {ABOVE}"
     return f"{said}; with it, {row['fraction_of_ceiling']:.0%} of what {bound} allows is reached"
