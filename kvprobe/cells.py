@@ -7,8 +7,8 @@ interleaved), SwiGLU of 8/3 the width, no biases, no dropout, and a head tied to
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from kvprobe.progress import Progress, silent
 from kvprobe.results import Row, run_record, write_whole
 from kvprobe.sharing import share_heads
 from kvprobe.snapshot import Snapshot, fingerprint
-from kvprobe.store import disk_error
+from kvprobe.store import alone, disk_error
 from kvprobe.training import Plan, restore_weights, seeded, train, validate, weights_of
 
 FORMAT = 1
@@ -76,13 +76,16 @@ class Cell:
     device: str = "cpu"
 
     @property
-    def is_multi_head(self) -> bool:
-        """Whether every query head has a key/value head of its own."""
-        return self.config.n_kv_heads == self.config.n_heads
+    def keeps_weights(self) -> bool:
+        """Whether its weights are kept with it, to be uptrained from: trained from the start, and multi-head."""
+        return self.parent is None and self.config.n_kv_heads == self.config.n_heads
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that could change a bit of the result; settings at their defaults are left out."""
+        """Every setting that could change a bit of the result; those at their defaults are left out.
+
+        The number of threads, torch's version and the processor could as well: they are in the record of the cell.
+        """
         settings = {"config": _set(self.config), "corpus": dict(self.corpus.record()), "plan": _set(self.plan)}
         found = {"format": FORMAT, **settings, "seed": self.plan.seed}
         found |= {} if self.parent is None else {"parent": self.parent.identity}
@@ -121,9 +124,8 @@ class Shelf:
         try:
             kept = json.loads(self._path(cell).read_text(encoding="utf-8"))
             # one that somebody has edited is trained again
-            whole = math.isfinite(kept["row"]["best_val_loss"]) and bool(kept["validations"] and kept["run"])
-            return kept if whole and kept["identity"] == cell.identity else None
-        except (OSError, ValueError, KeyError, TypeError):
+            return kept if _whole(kept, cell) else None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
 
     def finish(self, cell: Cell, *, progress: Progress = silent) -> dict[str, Any] | None:
@@ -131,13 +133,14 @@ class Shelf:
 
         What is kept: ``identity``, the ``row`` of the result, the fields of the training's history and the ``run``.
         """
-        with self._held(cell) as ours:
+        with alone(self.directory / cell.name) as ours:
             if not ours:
                 return None
             found = self.read(cell) or self._finish(cell, progress)
-            if not cell.is_multi_head or cell.parent is not None:
-                # here, so that one which a kill left beside a finished cell goes too
-                self._snapshot(cell).remove()
+            if not cell.keeps_weights:
+                # here, so that one which a kill left beside a finished cell goes too; what is none of ours stays
+                with suppress(KvprobeError):
+                    self._snapshot(cell).remove()
             return found
 
     def weights(self, cell: Cell) -> Decoder:
@@ -149,7 +152,10 @@ class Shelf:
                 "and the cell is trained again"
             )
         decoder = seeded(cell.config, seed=cell.plan.seed)
-        restore_weights(decoder, kept[1])
+        try:
+            restore_weights(decoder, kept[1])
+        except ValueError:
+            raise self._snapshot(cell).foreign() from None
         return decoder.to(cell.device)
 
     def _finish(self, cell: Cell, progress: Progress) -> dict[str, Any]:
@@ -160,6 +166,7 @@ class Shelf:
             whole = self.weights(cell.parent)
             decoder = share_heads(whole, cell.config.n_kv_heads)
             losses = [validate(model, cell.corpus, cell.plan) for model in (whole, decoder)]
+            self._check_weights(cell.parent, losses[0])
             before = {"loss_before": losses[0], "loss_pooled": losses[1], "uptrain_steps": cell.plan.steps}
         snapshot = self._snapshot(cell)
         history = train(decoder, cell.corpus, cell.plan, snapshot=snapshot, progress=progress, what=cell.words)
@@ -172,12 +179,23 @@ class Shelf:
             write_whole(self._path(cell), text + "\n")
         except OSError as error:
             raise disk_error(error, self._path(cell)) from error
-        if cell.is_multi_head and cell.parent is None:
+        if cell.keeps_weights:
             # without the optimizer's moments, which are twice as much
             snapshot.write(asdict(history), weights_of(decoder))
         # as the next reader has it
         kept: dict[str, Any] = json.loads(text)
         return kept
+
+    def _check_weights(self, cell: Cell, loss: float) -> None:
+        """Raise KvprobeError where the kept weights do not have the ``loss`` that the cell ended with."""
+        kept = self.read(cell)
+        # other threads and kernels round elsewhere
+        if kept is not None and not math.isclose(kept["validations"][-1][1], loss, rel_tol=1e-3):
+            raise KvprobeError(
+                f"the weights kept of {cell.words} have a loss of {loss:.3f} and ended with "
+                f"{kept['validations'][-1][1]:.3f}: remove {cell.name}.json and .safetensors in {self.directory}, and "
+                "the cell is trained again"
+            )
 
     def _snapshot(self, cell: Cell) -> Snapshot:
         return Snapshot(self.directory / f"{cell.name}.safetensors", cell.identity)
@@ -185,30 +203,33 @@ class Shelf:
     def _path(self, cell: Cell) -> Path:
         return self.directory / f"{cell.name}.json"
 
-    @contextmanager
-    def _held(self, cell: Cell) -> Iterator[bool]:
-        import filelock
 
-        lock = filelock.FileLock(self.directory / f".{cell.name}.lock", timeout=0)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except filelock.Timeout:
-            yield False
-            return
-        except OSError as error:
-            raise disk_error(error, self.directory) from error
-        try:
-            yield True
-        finally:
-            lock.release()
+def _whole(kept: dict[str, Any], cell: Cell) -> bool:
+    """Whether ``kept`` is what was found for ``cell``, as far as that can be told."""
+    row, validations = kept["row"], kept["validations"]
+    losses = [row["best_val_loss"], *(loss for name, loss in row.items() if name.startswith("loss_"))]
+    expected = {"n_kv_heads": cell.config.n_kv_heads, "seed": cell.plan.seed, **shape_row(cell.config)}
+    return (
+        kept["identity"] == cell.identity
+        and expected.items() <= row.items()
+        and len(row) == (5 if cell.parent is None else 9)
+        and validations[-1][0] == cell.plan.steps
+        and row["best_val_loss"] == min(loss for _, loss in validations)
+        and all(math.isfinite(loss) for loss in losses)
+        and math.isfinite(kept["seconds"])
+        and kept["resumed"] >= 0
+        and {"threads", "cpu", "date", "versions"} <= kept["run"].keys()
+    )
 
 
 def finish_all(cells: Sequence[Cell], shelf: Shelf, *, progress: Progress = silent) -> list[dict[str, Any]]:
     """Finish every cell, those first that nobody is at. Two processes share the work; a dead one's cells are resumed.
 
-    A cell that is another's parent must stand before it.
+    Raises ValueError for a cell whose parent is not among them: nobody would train it.
     """
+    names = {cell.name for cell in cells}
+    if orphans := [cell.words for cell in cells if cell.parent is not None and cell.parent.name not in names]:
+        raise ValueError(f"the multi-head cell that {orphans[0]} goes on from is not among the cells")
     kept: dict[str, dict[str, Any]] = {}
     while True:
         for cell in cells:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from kvprobe.caches import RollingCache
 from kvprobe.errors import KvprobeError
 from kvprobe.snapshot import Kind, Snapshot, fingerprint
-from kvprobe.store import disk_error
+from kvprobe.store import alone
 
 STREAM = Kind(
     key="kvprobe stream",
@@ -100,24 +100,10 @@ class State:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Only one run at a time; another is refused (KvprobeError). The system lets go when the holder dies."""
-        import filelock
-
-        place = self.path.with_name(f".{self.path.name}.lock")
-        lock = filelock.FileLock(place, timeout=0)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except filelock.Timeout:
-            raise KvprobeError("another run of this stream is under way: let it end, or give another --state") from None
-        except OSError as error:
-            raise disk_error(error, self.path) from error
-        try:
+        with alone(self.path) as ours:
+            if not ours:
+                raise KvprobeError("another run of this stream is under way: let it end, or give another --state")
             yield
-        finally:
-            lock.release()
-            # should two meet in this moment and both go on: every write is whole, and both write the same
-            with suppress(OSError):
-                place.unlink()
 
     def read(self) -> Standing | None:
         """How far the run was; None if there is no file."""

@@ -98,6 +98,33 @@ def locked(target: Path, *, progress: Progress = silent) -> Iterator[None]:
         lock.release()
 
 
+@contextlib.contextmanager
+def alone(target: Path) -> Iterator[bool]:
+    """Whether nobody else works on the file `target`, without waiting; nobody does until the block is left.
+
+    The operating system lets go when the holder dies. Raises KvprobeError where the place cannot be written.
+    """
+    import filelock
+
+    place = target.with_name(f".{target.name}.lock")
+    lock = filelock.FileLock(place, timeout=0)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout:
+        yield False
+        return
+    except OSError as error:
+        raise disk_error(error, target) from error
+    try:
+        yield True
+    finally:
+        lock.release()
+        # should two meet in this moment and both go on: every write is whole, and both write the same
+        with contextlib.suppress(OSError):
+            place.unlink()
+
+
 def publish(target: Path, build: Callable[[Path], None], *, progress: Progress = silent) -> Path:
     """Makes the directory `target` by `build(directory)`, so that it is there whole or not at all.
 
@@ -133,6 +160,8 @@ def disk_full(said: str, place: Path) -> bool:
 
 def disk_error(error: OSError, target: Path, *, instead: str | None = None) -> KvprobeError:
     """The same failure as one sentence about the place that could not be written, and what to do ``instead``."""
+    if instead is None and home() not in target.absolute().parents:
+        instead = "choose a place on another disk" if error.errno == errno.ENOSPC else "choose one that can be written"
     if error.errno == errno.ENOSPC:
         free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
         return KvprobeError(

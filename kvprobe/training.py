@@ -38,7 +38,7 @@ class Plan:
     ``learning_rate`` and stays there, or falls on a cosine to ``floor`` of it at the last step. ``clip`` bounds the
     norm of all gradients together. ``dtype`` bfloat16 is autocast: weights, moments and losses stay float32.
     Validation is every ``validate_every`` steps and at the last one, whatever its number. ``skip`` batches of the
-    corpus are left to whoever trained before. Raises ValueError.
+    corpus are left to whoever trained before. Raises ValueError for what is none of these.
     """
 
     steps: int = 600
@@ -61,6 +61,13 @@ class Plan:
         for name in ("steps", "batch", "micro_batch", "validate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, allowed in (("schedule", ("constant", "cosine")), ("dtype", ("float32", "bfloat16"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.skip < 0:
+            raise ValueError(f"skip must be at least 0 batches, got {self.skip}")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor must be between 0 and 1 of the rate, got {self.floor}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
         if self.clip is not None and not self.clip > 0:
@@ -108,7 +115,8 @@ class History:
 def seeded(config: DecoderConfig, *, seed: int) -> Decoder:
     """A decoder whose random weights are a function of ``config`` and ``seed``; torch's own generator is left alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # the processor's alone: torch.manual_seed would seed every GPU's too
+        torch.default_generator.manual_seed(seed)
         return Decoder(config)
 
 
@@ -152,10 +160,13 @@ def train(
     history, done = History(), 0
     if snapshot is not None and (kept := snapshot.read()) is not None:
         standing, tensors = kept
-        history, done = _history(standing), len(standing["train_losses"])
-        restore_weights(decoder, tensors)
-        if done < plan.steps:
-            _restore_moments(decoder, optimizer, tensors)
+        try:
+            history, done = _history(standing), len(standing["train_losses"])
+            restore_weights(decoder, tensors)
+            if done < plan.steps:
+                _restore_moments(decoder, optimizer, tensors)
+        except (KeyError, TypeError, ValueError):
+            raise snapshot.foreign() from None
     started = time.perf_counter() - history.seconds
     first = done
     began = kept_at = time.perf_counter()
@@ -166,11 +177,7 @@ def train(
                 group["lr"] = plan.rate(step)
             windows = corpus.train_batch(plan.skip + step, batch=plan.batch, seed=plan.seed)
             loss = gradients(decoder, windows, plan)
-            if not math.isfinite(loss):
-                raise KvprobeError(
-                    f"the training loss is not finite at step {step + 1} (rate {plan.rate(step):g}, {plan.dtype}): "
-                    "use a lower learning rate, a warm-up or clipping"
-                )
+            _check_finite("training", loss, step, plan)
             if plan.clip is not None:
                 torch.nn.utils.clip_grad_norm_(parameters.values(), plan.clip)
             optimizer.step()
@@ -181,6 +188,7 @@ def train(
             progress(what, done, plan.steps, f"steps, loss {loss:.3f}, {speed:,.0f} tokens/s")
             if done % plan.validate_every == 0 or done == plan.steps:
                 now = Validation(done, validate(decoder, corpus, plan))
+                _check_finite("validation", now.loss, step, plan)
                 history = replace(history, validations=(*history.validations, now))
             history = replace(history, seconds=time.perf_counter() - started)
             late = time.perf_counter() - kept_at > SNAPSHOT_SECONDS
@@ -191,6 +199,14 @@ def train(
         decoder.zero_grad()
         decoder.eval()
     return history
+
+
+def _check_finite(kind: str, loss: float, step: int, plan: Plan) -> None:
+    if not math.isfinite(loss):
+        raise KvprobeError(
+            f"the {kind} loss is not finite at step {step + 1} (rate {plan.rate(step):g}, {plan.dtype}): "
+            "use a lower learning rate, a warm-up or clipping"
+        )
 
 
 def gradients(decoder: Decoder, windows: Tensor, plan: Plan) -> float:
@@ -234,9 +250,12 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
-    """Give ``decoder`` the weights that a snapshot of :func:`train` holds."""
+    """Give ``decoder`` the weights that a snapshot of :func:`train` holds; ValueError if they are another model's."""
     for name, parameter in decoder.named_parameters():
-        parameter.copy_(tensors[f"weights/{name}"])
+        kept = tensors.get(f"weights/{name}")
+        if kept is None or kept.shape != parameter.shape:
+            raise ValueError(f"there is no {name} of the shape {[*parameter.shape]}")
+        parameter.copy_(kept)
 
 
 def _restore_moments(decoder: Decoder, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:

@@ -171,6 +171,9 @@ def test_the_rate_rises_and_stays_or_falls_on_a_cosine():
     # half way between 2.0 and 0.2 in the middle, on the floor at the last step
     assert [cosine.rate(step) for step in (0, 2, 4)] == pytest.approx([2.0, 1.1, 0.2])
     assert Plan(steps=1, schedule="cosine").rate(0) == 1e-3
+    # both: the cosine begins where the warm-up ends
+    both = Plan(steps=7, learning_rate=2.0, schedule="cosine", warm_up=2, floor=0.1)
+    assert [both.rate(step) for step in (0, 1, 2, 4, 6)] == pytest.approx([1.0, 2.0, 2.0, 1.1, 0.2])
 
 
 def test_as_many_kv_heads_as_heads_is_multi_head_attention_to_the_bit():
@@ -241,6 +244,12 @@ def test_a_loss_that_is_not_finite_is_named_with_its_step_and_the_decoder_left_i
     assert all(parameter.grad is None for parameter in decoder.parameters())
 
 
+def test_a_validation_that_is_not_finite_is_named_too(monkeypatch):
+    monkeypatch.setattr(training, "validate", lambda *_: float("nan"))
+    with pytest.raises(KvprobeError, match=r"the validation loss is not finite at step 2 \(rate 0"):
+        train(seeded(CONFIG, seed=0), corpus(), replace(PLAN, validate_every=2))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -249,6 +258,10 @@ def test_a_loss_that_is_not_finite_is_named_with_its_step_and_the_decoder_left_i
         ({"learning_rate": 0.0}, "learning_rate must be above 0"),
         ({"clip": 0.0}, "clip must be above 0"),
         ({"warm_up": 601}, "warm_up must be between 0 and 600 steps, got 601"),
+        ({"schedule": "linear"}, "schedule must be one of constant, cosine, got 'linear'"),
+        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, got 'float16'"),
+        ({"skip": -1}, "skip must be at least 0 batches, got -1"),
+        ({"floor": 1.5}, "floor must be between 0 and 1 of the rate, got 1.5"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(settings, words):
