@@ -6,6 +6,7 @@ of the validation windows begin inside the last training windows; their targets 
 """
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,8 @@ def characters(text: Text, **split: int) -> Corpus:
     ``split`` gives ``length``, ``n_train`` and ``n_valid``. Raises KvprobeError, beside what :class:`Corpus` raises,
     for a text without letters, and for one of another alphabet, most of which would become spaces.
     """
-    letters = [character for character in text.text if character.isalpha()]
+    # a letter's accent may be a character of its own
+    letters = [character for character in text.text if character.isalpha() or unicodedata.combining(character)]
     if not letters:
         raise KvprobeError(f"{text.name} has no letters, of which alone this corpus is made: give an English text")
     foreign = [character for character in letters if not character.isascii()]

@@ -13,8 +13,9 @@ def share_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
     """The decoder with ``n_kv_heads`` key/value heads, each the mean of a group of neighbours (Ainslie et al., 2023).
 
     The projections of K and V, and their biases, are averaged; all else is copied, and the decoder given is left as it
-    was. Query head h then reads the mean of what its own head and its group's were. Raises ValueError unless
-    ``n_kv_heads`` divides the decoder's: heads can only be merged, and only into groups of one size.
+    was. A query head then reads the mean of what its group's heads were, of keys and values; where a family normalises
+    keys behind their projection (qwen3, gemma3) the keys are that mean normalised, which is another one. Raises
+    ValueError unless ``n_kv_heads`` divides the decoder's: heads can only be merged, and only into groups of one size.
     """
     has = decoder.config.n_kv_heads
     if not 1 <= n_kv_heads <= has or has % n_kv_heads:

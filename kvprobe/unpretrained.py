@@ -35,7 +35,7 @@ def load_random(
     config = config.get("text_config", config)
     with models.quiet(), torch.random.fork_rng(devices=[]):
         models._refuse_foreign_code(of["name"], config)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "torch_dtype")}
         built = AutoConfig.for_model(config["model_type"], **settings)
         model = AutoModelForCausalLM.from_config(built, dtype=getattr(torch, dtype))

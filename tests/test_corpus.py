@@ -1,3 +1,5 @@
+import unicodedata
+
 import pytest
 import torch
 
@@ -52,6 +54,26 @@ def test_an_epoch_reads_every_window_once_and_the_next_in_another_order():
     read = [said(torch.cat(epoch)) for epoch in epochs]
     assert sorted(read[0]) == sorted(read[1]) == sorted(said(corpus.windows(torch.arange(10))))
     assert read[0] != read[1]
+
+
+def test_no_epoch_of_one_seed_is_one_of_another():
+    corpus = Corpus("ids", "", "ids", 64, torch.arange(64), length=1, n_train=60, n_valid=1)
+    epochs = {(seed, epoch): corpus.train_batch(epoch, batch=60, seed=seed) for seed in range(4) for epoch in range(40)}
+    orders = {tuple(windows[:, 0].tolist()) for windows in epochs.values()}
+    assert len(orders) == len(epochs)
+
+
+def test_a_few_letters_of_another_alphabet_are_spaces_and_more_are_refused():
+    few, many = ("a" * (100 - n) + "\u03b1" * n + " " for n in (1, 2))
+    assert said([characters(Text("t", "", few), length=1, n_train=1, n_valid=1).ids]) == ["a" * 99 + " "]
+    with pytest.raises(KvprobeError, match="misses 2% of the letters of t"):
+        characters(Text("t", "", many), length=1, n_train=1, n_valid=1)
+
+
+def test_accents_that_are_characters_of_their_own_are_no_spaces_inside_words():
+    text = Text("t", "", unicodedata.normalize("NFD", "la for\u00eat \u00e9tait l\u00e0"))
+    with pytest.raises(KvprobeError, match="the letters of t"):
+        characters(text, length=1, n_train=1, n_valid=1)
 
 
 def test_an_incomplete_batch_is_left_out():

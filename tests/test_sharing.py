@@ -55,6 +55,22 @@ def test_what_attention_reads_is_the_mean_of_what_it_read(family):
         torch.testing.assert_close(shared, whole.mean(dim=1, keepdim=True), atol=1e-5, rtol=0)
 
 
+def test_where_keys_are_normalised_the_mean_is_of_what_is_normalised():
+    decoder, ids, seen = from_hf(tiny_model("qwen3")), tiny_ids(12), []
+
+    def watch(call):
+        if call.layer == 0:
+            seen.append((call.key, call.value))
+        return call.attend()
+
+    for model in (decoder, share_heads(decoder, 1)):
+        model(ids, attend=watch)
+    (keys, values), (shared_keys, shared_values) = seen
+    torch.testing.assert_close(shared_values, values.mean(dim=1, keepdim=True), atol=1e-5, rtol=0)
+    # each key has the norm of a normalised one; a mean of several different ones is shorter
+    assert bool((shared_keys.norm(dim=-1) > 1.01 * keys.mean(dim=1, keepdim=True).norm(dim=-1)).all())
+
+
 def test_the_decoder_given_is_left_as_it_was_and_shares_no_memory():
     decoder = rope_decoder()
     before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
