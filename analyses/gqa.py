@@ -14,13 +14,12 @@ from pathlib import Path
 
 import click
 
-from analyses.common import show
+from analyses.common import script, show
 from kvprobe.cells import Shelf
 from kvprobe.console import progress_bar
 from kvprobe.corpus import characters
-from kvprobe.errors import KvprobeError
 from kvprobe.experiments import gqa
-from kvprobe.experiments.gqa import OWN, Protocol
+from kvprobe.experiments.gqa import Protocol
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result
 from kvprobe.texts import read_text
@@ -36,7 +35,6 @@ def run(
     kv_heads: Sequence[int] = KV_HEADS,
     seeds: Sequence[int] = SEEDS,
     protocol: Protocol | None = None,
-    length: int = 128,
     collect: bool = False,
     progress: Progress = silent,
 ) -> Result:
@@ -44,10 +42,8 @@ def run(
 
     The run record names the cells that are ``missing``. Raises KvprobeError if none is there.
     """
-    if protocol is None:
-        # of another text it is not the published one
-        protocol = Protocol() if text == "time-machine" else Protocol(words=OWN)
-    split = {"length": length, "n_train": protocol.n_train, "n_valid": protocol.n_valid}
+    protocol = Protocol() if protocol is None else protocol
+    split = {"length": protocol.length, "n_train": protocol.n_train, "n_valid": protocol.n_valid}
     corpus = characters(read_text(text, progress=progress), **split)
     settings = {"kv_heads": kv_heads, "seeds": seeds, "collect": collect}
     return gqa.run(corpus, Shelf(Path(directory)), protocol, **settings, progress=progress)
@@ -60,14 +56,11 @@ def run(
 @click.option("--save/--no-save", default=True, help="Keep results/gqa.{csv,json}.")
 def main(directory: str, text: str, collect: bool, save: bool) -> None:
     """Print the table and keep it."""
-    try:
-        with progress_bar(quiet=False) as progress:
-            result = run(directory, text=text, collect=collect, progress=progress)
-    except KvprobeError as error:
-        raise click.ClickException(str(error)) from error
+    with progress_bar(quiet=False) as progress:
+        result = run(directory, text=text, collect=collect, progress=progress)
     columns = ["n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token"]
     show(result, save=save, columns=columns, summary=["", *gqa.sentences(result)])
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

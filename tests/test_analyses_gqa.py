@@ -1,7 +1,9 @@
 """The published small GPT at fewer KV heads: its numbers without training, and the study on a tiny protocol."""
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import filelock
 import pytest
@@ -10,15 +12,17 @@ from safetensors.torch import load_file
 
 from analyses import gqa as study
 from analyses import train_speed
-from kvprobe.cells import Cell, Shelf, config_of, finish_all, shape_row
+from kvprobe import training
+from kvprobe.cells import FORMAT, Cell, Shelf, config_of, finish_all, shape_row
 from kvprobe.corpus import LETTERS, Corpus, characters
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments.gqa import Protocol, cells, summary
+from kvprobe.experiments.gqa import QUICK, Protocol, cells, sentences, summary, words_of
 from kvprobe.results import Result
+from kvprobe.snapshot import Snapshot
 from kvprobe.texts import Text
-from kvprobe.training import Plan, seeded, validate
+from kvprobe.training import Plan, gradients, seeded, train, validate
 
-TINY = Protocol(n_layers=1, width=16, n_train=40, n_valid=8, plan=Plan(steps=3, batch=4, validate_every=2))
+TINY = Protocol(n_layers=1, width=16, length=8, n_train=40, n_valid=8, plan=Plan(steps=3, batch=4, validate_every=2))
 WORDS = "it was the best of times it was the worst of times "
 
 
@@ -66,10 +70,65 @@ def test_the_protocol_is_the_published_one():
     assert (protocol.n_train, protocol.n_valid) == (100_000, 3_000)
 
 
+@pytest.mark.parametrize(
+    ("changed", "corpus_changed", "says"),
+    [
+        ({}, {}, "the published protocol"),
+        ({"n_layers": 1}, {}, "not the published"),
+        ({"width": 16}, {}, "not the published"),
+        ({"plan": Plan(steps=3)}, {}, "not the published"),
+        ({}, {"length": 64}, "not the published"),
+        ({"length": 64}, {"length": 64}, "not the published"),
+        ({}, {"n_train": 99}, "not the published"),
+        ({}, {"n_valid": 99}, "not the published"),
+        ({}, {"name": "times.txt"}, "not the published"),
+        ({}, {"kind": "tokens"}, "not the published"),
+    ],
+)
+def test_only_every_published_setting_is_the_published_protocol(changed, corpus_changed, says):
+    ids = torch.zeros(103_128, dtype=torch.long)
+    text = replace(Corpus("time-machine", "", "characters", 28, ids), **corpus_changed)
+    assert words_of(replace(Protocol(), **changed), text).startswith(says)
+
+
+def test_quick_changed_is_no_longer_called_quick():
+    text = Corpus("time-machine", "", "characters", 28, torch.zeros(103_128, dtype=torch.long))
+    assert "fewer steps" in words_of(QUICK, text)
+    assert "settings" in words_of(replace(QUICK, plan=replace(QUICK.plan, steps=6000)), text)
+
+
+def test_cells_of_the_protocol_that_were_trained_are_found_again():
+    # a renamed field, or another default of one that stands, would orphan what hours have trained
+    trained = [*(Path(study.__file__).parents[1] / "results/gqa").glob("*.json")]
+    sha256 = json.loads(trained[0].read_text())["identity"]["corpus"]["corpus_sha256"]
+    text = Corpus("time-machine", sha256, "characters", 28, torch.zeros(103_128, dtype=torch.long))
+    wanted = {cell.name: cell for cell in cells(text, Protocol(), kv_heads=study.KV_HEADS, seeds=study.SEEDS)}
+    assert {path.stem for path in trained} <= wanted.keys()
+    for path in trained:
+        assert Shelf(path.parent).read(wanted[path.stem]) is not None
+
+
+def test_a_default_that_changes_would_serve_old_cells_as_new_ones():
+    # identities leave defaults out: with another default here, cells.FORMAT must rise
+    assert asdict(Plan()) == {
+        "steps": 600, "batch": 64, "micro_batch": 8, "learning_rate": 1e-3, "schedule": "constant", "warm_up": 0,
+        "floor": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "clip": None, "validate_every": 100,
+        "dtype": "float32", "seed": 0, "skip": 0,
+    }  # fmt: skip
+    assert asdict(config_of(8, vocab=28)) == {
+        "n_layers": 6, "n_heads": 8, "n_kv_heads": 8, "head_dim": 32, "hidden": 256, "mlp_width": 682, "vocab": 28,
+        "max_positions": 128, "rotary": {"theta": 1e4, "frequencies": None, "scale": 1.0, "interleaved": True},
+        "local_rotary": None, "windows": (), "norm": "rms", "norm_eps": 1e-5, "norm_offset": 0.0, "post_norms": False,
+        "qk_norm": False, "activation": "swiglu", "qkv_bias": False, "out_bias": False, "mlp_bias": False,
+        "scale": None, "scale_by_layer": False, "embedding_scale": 1.0, "tied_head": True, "final_softcap": None,
+    }  # fmt: skip
+    assert FORMAT == 1
+
+
 def test_the_study_has_every_cell_and_its_record_names_those_that_are_missing(tmp_path, text):
-    settings = {"text": text, "protocol": TINY, "length": 8, "seeds": (0, 1)}
+    settings = {"text": text, "protocol": TINY, "seeds": (0, 1)}
     shelf = tmp_path / "cells"
-    with pytest.raises(KvprobeError, match="none of the cells asked for is trained yet"):
+    with pytest.raises(KvprobeError, match=f"none of the cells asked for is in {re.escape(str(shelf))}: name the dir"):
         study.run(shelf, **settings, collect=True)
     some = study.run(shelf, **settings | {"seeds": (0,)}, kv_heads=(8, 2))
     assert [(row["n_kv_heads"], row["seed"]) for row in some.rows] == [(8, 0), (2, 0)]
@@ -90,6 +149,40 @@ def test_batches_and_seeds_are_paired_and_best_is_the_lowest_validation(tmp_path
     assert {found["identity"]["seed"] for found in kept} == {4}
 
 
+def test_models_of_one_seed_read_the_same_batches_in_the_same_order(monkeypatch):
+    read = {}
+    for n_kv_heads in (8, 1):
+        seen = read[n_kv_heads] = []
+
+        def watch(decoder, windows, plan, seen=seen):
+            seen.append(windows)
+            return gradients(decoder, windows, plan)
+
+        monkeypatch.setattr(training, "gradients", watch)
+        train(seeded(config_of(n_kv_heads, vocab=28, length=8, n_layers=1, width=16), seed=4), corpus(), TINY.plan)
+    assert len(read[8]) == TINY.plan.steps
+    assert all(torch.equal(one, other) for one, other in zip(read[8], read[1], strict=True))
+    assert not torch.equal(read[8][0], read[8][1])
+
+
+def test_uptraining_goes_on_with_the_batches_that_the_parent_would_have_read_next():
+    (whole,) = cells(corpus(), TINY, kv_heads=(8,), seeds=(0,))
+    child = whole.uptrained(1, steps=1)
+    assert (child.plan.skip, child.plan.steps) == (TINY.plan.steps, 1)
+    assert child.uptrained(1, steps=2).plan.skip == TINY.plan.steps + 1
+
+
+def test_a_cell_without_its_parent_is_refused(tmp_path):
+    (whole,) = cells(corpus(), TINY, kv_heads=(8,), seeds=(0,))
+    with pytest.raises(ValueError, match="the multi-head cell that 1 KV head, seed 0, uptrained goes on from is not"):
+        finish_all([whole.uptrained(1, steps=1)], Shelf(tmp_path))
+
+
+def test_a_finished_cell_leaves_no_lock(tmp_path):
+    finish_all(cells(corpus(), TINY, kv_heads=(2,), seeds=(0,)), Shelf(tmp_path))
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
 def test_a_cell_that_another_process_trains_is_left_to_it(tmp_path):
     shelf, (cell,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
     with filelock.FileLock(tmp_path / f".{cell.name}.lock"):
@@ -107,6 +200,60 @@ def test_a_kept_file_that_is_cut_or_of_other_settings_is_no_result(tmp_path):
     assert shelf.finish(cell)["row"] == first["row"]
     path.write_text(json.dumps(first | {"identity": {}}))
     assert shelf.read(cell) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("best_val_loss", 0.5), ("best_val_loss", -4), ("best_val_loss", True), ("best_val_loss", None),
+        ("seed", 77), ("n_kv_heads", 8), ("attention_params", 1), ("cache_bytes_per_token", 1), ("zzz", 1),
+    ],
+)  # fmt: skip
+def test_a_row_that_somebody_has_edited_is_no_result(tmp_path, field, value):
+    shelf, (cell,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
+    kept = shelf.finish(cell)
+    (tmp_path / f"{cell.name}.json").write_text(json.dumps(kept | {"row": kept["row"] | {field: value}}))
+    assert shelf.read(cell) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("validations", 1), ("validations", []), ("validations", [[2, 1.0]]), ("run", "x"), ("run", {}),
+        ("seconds", "x"), ("seconds", None), ("resumed", None), ("row", []),
+    ],
+)  # fmt: skip
+def test_a_cell_that_lost_a_part_is_no_result(tmp_path, field, value):
+    shelf, (cell,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
+    path, kept = tmp_path / f"{cell.name}.json", shelf.finish(cell)
+    path.write_text(json.dumps(kept | {field: value}))
+    assert shelf.read(cell) is None
+    del kept[field]
+    path.write_text(json.dumps(kept))
+    assert shelf.read(cell) is None
+
+
+def test_a_file_beside_a_finished_cell_that_is_none_of_ours_stays(tmp_path):
+    shelf, (cell,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
+    first, other = shelf.finish(cell), tmp_path / f"{cell.name}.safetensors"
+    other.write_bytes(b"mine")
+    assert shelf.finish(cell) == first
+    assert other.read_bytes() == b"mine"
+
+
+def test_weights_that_are_not_the_cells_are_not_uptrained(tmp_path):
+    shelf, (whole,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(8,), seeds=(0,))
+    shelf.finish(whole)
+    snapshot = Snapshot(tmp_path / f"{whole.name}.safetensors", whole.identity)
+    standing, tensors = snapshot.read()
+    for changed, words in (
+        ({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, "have a loss of 3.332 and ended with"),
+        ({name: tensor[:1] for name, tensor in tensors.items()}, "is no snapshot of a training run that"),
+        ({name: tensor for name, tensor in tensors.items() if "embedding" not in name}, "is no snapshot of a training"),
+    ):
+        snapshot.write(standing, changed)
+        with pytest.raises(KvprobeError, match=words):
+            shelf.finish(whole.uptrained(1, steps=1))
 
 
 def test_every_setting_gives_a_cell_a_name_of_its_own():
@@ -138,18 +285,38 @@ def test_weights_of_a_multi_head_cell_are_kept_and_missing_ones_are_said(tmp_pat
 
 
 def test_the_summary_pairs_by_seed_over_the_seeds_that_both_have():
-    def row(n, seed, loss):
-        return {"n_kv_heads": n, "seed": seed, "best_val_loss": loss, "cache_bytes_per_token": n}
-
-    rows = [row(8, 0, 1.5), row(8, 1, 1.6), row(1, 1, 1.601), row(1, 0, 1.499), row(1, 2, 3.0), row(2, 0, 1.5)]
-    whole, one, two = summary(rows, margin=0.05)
+    rows = [row_of(8, 0, 1.5), row_of(8, 1, 1.6), row_of(1, 1, 1.601), row_of(1, 0, 1.499), row_of(1, 2, 3.0)]
+    whole, one, two = summary([*rows, row_of(2, 0, 1.5, best_step=300)], margin=0.05)
     assert (whole["mean"], whole["n_seeds"], whole["verdict"]) == (pytest.approx(1.55), 2, None)
-    assert (one["mean"], one["n_seeds"]) == (pytest.approx(2.0333333), 3)
+    # t(0.975, 1) = 12.7062 times the standard error 0.05: the interval of a mean is of 95 %
+    assert (whole["low"], whole["high"]) == (pytest.approx(1.55 - 0.63531, abs=1e-5), pytest.approx(2.18531, abs=1e-5))
+    assert (one["mean"], one["n_seeds"], one["n_pairs"]) == (pytest.approx(2.0333333), 3, 2)
+    assert (whole["n_pairs"], two["n_pairs"]) == (None, 1)
+    assert (whole["best_steps"], two["best_steps"], whole["last"]) == ([100, 200], [300, 300], pytest.approx(2.05))
     assert one["difference"] == pytest.approx(0.0)
     # t(0.95, 1) = 6.3138 times the standard error 0.001
     assert one["difference_high"] == pytest.approx(0.0063138, abs=1e-6)
     assert one["verdict"] == "equivalent"
     assert (two["low"], two["difference_low"], two["verdict"]) == (None, None, "undecided")
+
+
+def row_of(n, seed, loss, best_step=None):
+    best = {"best_val_loss": loss, "best_step": best_step or 100 * (seed + 1), "last_val_loss": loss + 0.5}
+    return {"n_kv_heads": n, "seed": seed, "cache_bytes_per_token": n, **best}
+
+
+def test_the_sentences_say_which_step_was_best_and_over_how_many_pairs():
+    shared = {"pool": False, "corpus": "c", "steps": 300, "protocol": "p", "n_heads": 8, "kv_heads": [8, 1]}
+    shared |= {"margin": 0.05, "uptrain": None, "missing": []}
+    rows = [row_of(8, 0, 1.5), row_of(8, 1, 1.6), row_of(1, 1, 1.601), row_of(1, 0, 1.499), row_of(1, 2, 3.0)]
+    _, whole, one = sentences(Result("gqa", rows, shared | {"summary": summary(rows, margin=0.05)}))
+    assert whole.startswith("8 KV heads: best validation loss 1.550 (")
+    assert whole.endswith(", 2 seeds; at steps 100 to 200, 2.050 after the last)")
+    assert "; against multi-head over the 2 seeds of both +0.000 nat a token (90 %" in one
+    # no seed in common: said, and not passed over
+    rows = [row_of(8, 0, 1.5), row_of(1, 1, 1.6)]
+    _, _, one = sentences(Result("gqa", rows, shared | {"summary": summary(rows, margin=0.05)}))
+    assert one.endswith("; at step 200, 2.100 after the last); not compared: multi-head has none of its seeds")
 
 
 def test_the_speed_benchmark_times_models_of_one_size():

@@ -16,11 +16,12 @@ from kvprobe.scoring import token_losses
 from kvprobe.training import Plan
 
 FIELDS = ["n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token"]
+OF_TRAINING = ["best_step", "last_val_loss"]
 WORDS = "it was the best of times it was the worst of times "
 TINY = Protocol(
-    words="not the published protocol: tiny",
     n_layers=1,
     width=16,
+    length=8,
     n_train=40,
     n_valid=8,
     plan=Plan(steps=2, batch=4, validate_every=1),
@@ -52,12 +53,15 @@ def corpus(tmp_path):
 def test_one_document_with_a_row_a_head_count_and_seed(run, corpus):
     found = document(run("--quick", "--corpus", corpus, "--seeds", 2, "--format", "json"))
     assert found["analysis"] == "gqa"
-    assert list(found["rows"][0]) == FIELDS
+    assert list(found["rows"][0]) == [*FIELDS, *OF_TRAINING]
+    for row, cell in zip(found["rows"], found["run"]["cells"], strict=True):
+        assert [row["best_step"], row["best_val_loss"]] in cell["validations"]
+        assert row["last_val_loss"] == cell["validations"][-1][1]
     assert [(row["n_kv_heads"], row["seed"]) for row in found["rows"]] == [(n, s) for s in (0, 1) for n in (8, 4, 2, 1)]
     assert {row["n_kv_heads"]: row["attention_params"] for row in found["rows"]} == {8: 1024, 4: 768, 2: 640, 1: 576}
     record = found["run"]
     assert (record["corpus"], record["steps"], record["batch"]) == ("times.txt", 2, 4)
-    assert record["protocol"] == "not the published protocol: tiny"
+    assert record["protocol"].startswith("not the published protocol: a smaller model")
     assert record["summary"][0]["verdict"] is None
     assert [row["n_seeds"] for row in record["summary"]] == [2, 2, 2, 2]
     assert len(record["corpus_sha256"]) == 64
@@ -111,7 +115,7 @@ def test_uptraining_reports_the_loss_before_right_after_and_at_the_end(run, corp
     done = run("--quick", "--corpus", corpus, "--uptrain", 0.5, "--kv-heads", 8, "--kv-heads", 1, "--format", "json")
     found = document(done)
     whole, one = found["rows"][:2]
-    assert list(whole) == [*FIELDS, "loss_before", "loss_pooled", "uptrain_steps", "loss_after"]
+    assert list(whole) == [*FIELDS, "loss_before", "loss_pooled", "uptrain_steps", "loss_after", *OF_TRAINING]
     assert [row["n_kv_heads"] for row in found["rows"]] == [8, 1] * 3
     # with eight heads of eight nothing is pooled: the control that trains on as long
     assert whole["loss_before"] == whole["loss_pooled"] == one["loss_before"]
@@ -242,3 +246,21 @@ def test_the_picture_shows_the_table():
         "1.50 KiB\n1 KV head", "3 KiB\n2 KV heads", "12 KiB\n8 KV heads",
     ]  # fmt: skip
     assert [line.get_ydata().tolist() for line in ax.get_lines() if line.get_label() == "one seed"] == [[1.6]]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "kind", "name", "loss"),
+    [
+        ((3, 3), "characters", "mean over 3 seeds", "best validation loss (nat per character)"),
+        ((2, 3), "tokens", "mean over 2 to 3 seeds", "best validation loss (nat per token)"),
+        ((1, 1), "characters", "one seed each", "best validation loss (nat per character)"),
+    ],
+)
+def test_the_picture_of_a_training_says_over_how_many_seeds_and_of_what(seeds, kind, name, loss):
+    rows = [summary_row(n, 1.5, 1.4, 1.6) | {"n_seeds": n_seeds} for n, n_seeds in zip((8, 1), seeds, strict=True)]
+    cells = [{"cache_bytes_per_token": 1536, "best_val_loss": 1.6}]
+    ax = plot.draw_training(cells, {"summary": rows, "corpus_kind": kind}, Figure().subplots())
+    labels = [line.get_label() for line in ax.get_lines()]
+    assert labels[0] == name
+    assert ("one seed" in labels) is (max(seeds) > 1)
+    assert ax.get_ylabel() == loss

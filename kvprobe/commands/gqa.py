@@ -59,16 +59,21 @@ OF_POOLING = ("text", "tokens", "bos", "score_from")
 def command(model: str | None, **options: Any) -> None:
     """What do query heads that share keys and values (GQA; with one KV head, MQA) cost in loss, and what do they save?
 
-    Trains the published small GPT once for every head count and seed, with the same batches in the same order, and
-    tests each head count for equivalence to multi-head (TOST, paired by seed), which must be among them. Five to
-    seven hours on two cores: finished models are kept in kvprobe's directory and not trained again, and an interrupted
-    one goes on from about a minute before. The text is cut into windows of 128 characters and the one that follows.
+    Trains the published small GPT once for every head count and seed, and tests each head count for equivalence to
+    multi-head (TOST), which must be among them. Pairs are of one seed: the same batches in the same order, weights
+    drawn for each model by itself. HOURS on two cores: finished models are kept in kvprobe's directory and not trained
+    again, and an interrupted one goes on from about a minute before. The text is cut into windows of 128 characters
+    and the one that follows, so that a token is a character.
 
     \b
-    Columns: best_val_loss          lowest validation loss, nat per token
+    Columns: best_val_loss          lowest of the validations every 100 steps, nat per token (these small models soon
+                                    overfit); with --pool the passage's loss, nothing validated or chosen
              attention_params       of one layer's four projections
-             cache_bytes_per_token  of one token in all layers, float32
-             loss_before/_pooled/_after  with --uptrain: of the multi-head model, pooled, trained on
+             cache_bytes_per_token  of one token in all layers, float32; with --pool at --dtype
+             best_step, last_val_loss    where the lowest was, and what the last one is (json, csv)
+             loss_before/_pooled/_after  with --uptrain: of the multi-head model after its last step, pooled, trained
+                                         on; best_val_loss is then of the validations after pooling
+             perplexity, delta      with --pool: delta is the loss beyond that of the model as it is, low to high 95 %
     Verdicts: equivalent  the 90 % interval of the difference lies within the margin
               different   it lies wholly beyond the margin
               undecided   neither: more seeds are needed
@@ -114,19 +119,19 @@ def _train(options: dict[str, Any]) -> Any:
     plan = replace(plan, learning_rate=options["learning_rate"] or plan.learning_rate)
     n_train = options["train_windows"] or protocol.n_train
     n_valid = options["valid_windows"] or protocol.n_valid
-    changed = replace(protocol, plan=plan, n_train=n_train, n_valid=n_valid)
-    if not options["quick"] and (changed != protocol or options["corpus"] != "time-machine"):
-        changed = replace(changed, words=gqa.OWN)
-    if options["quick"]:
-        notice(f"--quick is {protocol.words}", quiet=quiet)
+    protocol = replace(protocol, plan=plan, n_train=n_train, n_valid=n_valid)
     shelf = Shelf(home() / "gqa")
     seeds = range(options["seed"], options["seed"] + options["seeds"])
     try:
         with progress_bar(quiet) as progress:
+            text = read_text(options["corpus"], progress=progress)
+            corpus = characters(text, length=protocol.length, n_train=n_train, n_valid=n_valid)
+            if options["quick"]:
+                notice(f"--quick is {gqa.words_of(protocol, corpus)}", quiet=quiet)
             return gqa.run(
-                characters(read_text(options["corpus"], progress=progress), n_train=n_train, n_valid=n_valid),
+                corpus,
                 shelf,
-                changed,
+                protocol,
                 kv_heads=options["kv_heads"] or (8, 4, 2, 1),
                 seeds=seeds,
                 uptrain=options["uptrain"],

@@ -29,26 +29,37 @@ MARGIN = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """The model's size and how it is trained; the defaults are the published ones. ``words`` say what it is."""
+    """The model's size, how its text is cut and how it is trained; the defaults are the published ones."""
 
-    words: str = PUBLISHED
     n_layers: int = 6
     width: int = 256
+    length: int = 128
     n_train: int = 100_000
     n_valid: int = 3_000
     plan: Plan = field(default_factory=Plan)
 
 
-OWN = "the published model, settings or a text of one's own"
-"""The words of a protocol that is not the published one."""
-
 QUICK = Protocol(
-    words="not the published protocol: a smaller model, fewer steps, fewer windows a step and to validate on",
     n_layers=4,
     width=128,
     n_valid=300,
     plan=Plan(steps=60, batch=16, validate_every=30),
 )
+
+
+def _uptrain_steps(uptrain: float, plan: Plan) -> int:
+    return max(1, round(uptrain * plan.steps))
+
+
+def words_of(protocol: Protocol, corpus: Corpus) -> str:
+    """What a training is called: published only if every setting is, and the text, and how that is cut."""
+    cut = {name: getattr(protocol, name) for name in ("length", "n_train", "n_valid")}
+    text = {"corpus": "time-machine", "corpus_kind": "characters", **cut}
+    if protocol == Protocol() and text.items() <= corpus.record().items():
+        return PUBLISHED
+    if protocol == QUICK:
+        return "not the published protocol: a smaller model, fewer steps, fewer windows a step and to validate on"
+    return "not the published protocol: settings or a text of one's own"
 
 
 def cells(
@@ -81,8 +92,7 @@ def cells(
         mine = [Cell(config_of(n, n_heads=N_HEADS, **size), corpus, plan, device=device) for n in kv_heads]
         if uptrain is not None:
             whole = Cell(config_of(N_HEADS, n_heads=N_HEADS, **size), corpus, plan, device=device)
-            steps = max(1, round(uptrain * plan.steps))
-            mine = [whole, *(whole.uptrained(n, steps=steps) for n in kv_heads)]
+            mine = [whole, *(whole.uptrained(n, steps=_uptrain_steps(uptrain, plan)) for n in kv_heads)]
         found += mine
     for cell in found:
         check(cell.config, corpus, cell.plan)
@@ -117,42 +127,51 @@ def run(
     kept = {cell.words: shelf.read(cell) for cell in shown}
     there = [found for found in kept.values() if found is not None]
     if not there:
-        raise KvprobeError("none of the cells asked for is trained yet")
-    rows = [found["row"] for found in there]
+        raise KvprobeError(
+            f"none of the cells asked for is in {shelf.directory}: name the directory in which they were trained, of "
+            "this text, or train them first"
+        )
+    rows = [_row(found) for found in there]
+    plan = asdict(protocol.plan) | {"betas": [*protocol.plan.betas]}
     record = run_record(
         corpus.record(),
-        asdict(protocol.plan) | {"seed": min(seeds), "betas": [*protocol.plan.betas]},
-        protocol=protocol.words,
+        {name: value for name, value in plan.items() if name != "seed"},
+        protocol=words_of(protocol, corpus),
         n_layers=protocol.n_layers,
         width=protocol.width,
         n_heads=N_HEADS,
         kv_heads=[*kv_heads],
         seeds=[*seeds],
         uptrain=uptrain,
+        uptrain_steps=None if uptrain is None else _uptrain_steps(uptrain, protocol.plan),
         pool=False,
         device=device,
         margin=margin,
         missing=[words for words, found in kept.items() if found is None],
         cells=[_of_cell(found) for found in there],
         summary=summary(rows, margin=margin),
-        interval="95 % and, for differences paired by seed, 90 %: Student's t over seeds",
+        interval="95 % and, for differences paired by seed (the same batches, weights drawn for each), 90 %: Student's "
+        "t over seeds, each comparison by itself",
         wall_s=round(time.perf_counter() - started, 3),
     )
     return Result("gqa", rows, record)
 
 
 def summary(rows: Sequence[Row], *, margin: float, n_heads: int = N_HEADS) -> list[Row]:
-    """A row a head count: mean loss over seeds with its 95 % t-interval, and its difference to multi-head.
+    """A row a head count: mean best loss over seeds with its 95 % t-interval, and its difference to multi-head.
 
-    The difference is paired by seed, over the seeds that both have, with its 90 % interval, the p-value and the
-    verdict of :func:`kvprobe.equivalence.tost`. All of these are None for multi-head itself and without it.
+    The difference is paired by seed, over the ``n_pairs`` seeds that both have, with its 90 % interval, the p-value and
+    the verdict of :func:`kvprobe.equivalence.tost`. All of these are None for multi-head itself and without a pair.
+    ``best_steps`` are where the best losses were reached, first and last of the seeds; ``last`` is the mean loss after
+    the last step.
     """
-    losses: dict[int, dict[int, float]] = {}
+    of_heads: dict[int, list[Row]] = {}
     for row in rows:
-        losses.setdefault(row["n_kv_heads"], {})[row["seed"]] = row["best_val_loss"]
-    bytes_of = {row["n_kv_heads"]: row["cache_bytes_per_token"] for row in rows}
+        of_heads.setdefault(row["n_kv_heads"], []).append(row)
+    losses = {n: {row["seed"]: row["best_val_loss"] for row in mine} for n, mine in of_heads.items()}
     found = []
     for n, by_seed in losses.items():
+        best_steps = [row["best_step"] for row in of_heads[n]]
         mean = mean_interval([*by_seed.values()])
         pairs = paired(by_seed, losses.get(n_heads, {})) if n != n_heads else []
         tested: Equivalence | None = tost(pairs, margin=margin) if pairs else None
@@ -161,6 +180,7 @@ def summary(rows: Sequence[Row], *, margin: float, n_heads: int = N_HEADS) -> li
             {
                 "n_kv_heads": n,
                 "n_seeds": len(by_seed),
+                "n_pairs": len(pairs) or None,
                 "mean": mean.mean,
                 "low": mean.low,
                 "high": mean.high,
@@ -169,7 +189,9 @@ def summary(rows: Sequence[Row], *, margin: float, n_heads: int = N_HEADS) -> li
                 "difference_high": difference.high if difference else None,
                 "p_value": tested.p_value if tested else None,
                 "verdict": tested.verdict if tested else None,
-                "cache_bytes_per_token": bytes_of[n],
+                "best_steps": [min(best_steps), max(best_steps)],
+                "last": mean_interval([row["last_val_loss"] for row in of_heads[n]]).mean,
+                "cache_bytes_per_token": of_heads[n][0]["cache_bytes_per_token"],
             }
         )
     return found
@@ -254,13 +276,19 @@ def sentences(result: Result) -> list[str]:
     for row in run["summary"]:
         seeds = f"{row['n_seeds']} seed{'s' if row['n_seeds'] > 1 else ''}"
         within = "no interval" if row["low"] is None else f"95 % interval {row['low']:.3f} to {row['high']:.3f}"
-        line = f"{_heads(row['n_kv_heads'])}: {row['mean']:.3f} ({within}, {seeds})"
+        first, last = row["best_steps"]
+        at = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+        line = f"{_heads(row['n_kv_heads'])}: best validation loss {row['mean']:.3f} ({within}, {seeds}; at {at}, "
+        line += f"{row['last']:.3f} after the last)"
         if row["verdict"] is not None:
             change = _between(row["difference"], row["difference_low"], row["difference_high"], 90)
-            line += f"; against multi-head {change}: {row['verdict']} at a margin of {run['margin']:g} nat"
+            pairs = f" over the {row['n_pairs']} seeds of both" if row["n_pairs"] < row["n_seeds"] else ""
+            line += f"; against multi-head{pairs} {change}: {row['verdict']} at a margin of {run['margin']:g} nat"
+        elif row["n_kv_heads"] != run["n_heads"] and any(one["n_kv_heads"] == run["n_heads"] for one in run["summary"]):
+            line += "; not compared: multi-head has none of its seeds"
         said.append(line)
     if any(row["verdict"] == "undecided" for row in run["summary"]):
-        said.append("undecided: the interval holds the margin, or one seed has none; more --seeds narrow it")
+        said.append("undecided: the interval holds the margin, or one seed has none; more seeds narrow it")
     if run["n_heads"] not in run["kv_heads"]:
         said.append(f"no multi-head model beside them, so nothing is compared: add --kv-heads {run['n_heads']}")
     if run["missing"]:
@@ -275,6 +303,13 @@ def _heads(number: int) -> str:
 def _between(mean: float, low: float | None, high: float | None, level: int) -> str:
     within = "one seed, no interval" if low is None else f"{level} % interval {low:+.3f} to {high:+.3f}"
     return f"{mean:+.3f} nat a token ({within})".replace("-", "−")
+
+
+def _row(kept: dict[str, Any]) -> Row:
+    """The row of a kept cell, and after it the step of the best of its validations, and what the last one was."""
+    steps = {loss: step for step, loss in reversed(kept["validations"])}
+    row: Row = kept["row"]
+    return row | {"best_step": steps[row["best_val_loss"]], "last_val_loss": kept["validations"][-1][1]}
 
 
 def _of_cell(kept: dict[str, Any]) -> Row:

@@ -17,11 +17,11 @@ def passage_of(run: Mapping[str, Any]) -> str:
 
 def training_of(run: Mapping[str, Any]) -> str:
     """What was trained on what, as ``time-machine, 600 steps, the published protocol``."""
-    said = f"{run['corpus']}, {run['steps']:,} steps, {run['protocol']}"
+    said = f"{run['corpus']}, {_steps(run['steps'])}, {run['protocol']}"
     if run.get("uptrain") is None:
         return said
     control = ", multi-head too" if run["n_heads"] in run["kv_heads"] else ""
-    return f"{said}; then heads pooled and uptrained for {100 * run['uptrain']:g} % of the steps{control}"
+    return f"{said}; then heads pooled and uptrained for {_steps(run['uptrain_steps'])}{control}"
 
 
 def interval_of(block_length: int) -> str:
@@ -38,6 +38,10 @@ def change_of(row: Row) -> str:
     if high < 0:
         return f"falls by {-row['delta']:.3f} nat a token ({within})"
     return f"is not told apart from the untouched pass ({_signed(row['delta'])} nat a token, {within})"
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} step{'s' if number != 1 else ''}"
 
 
 def _signed(value: float) -> str:

@@ -19,11 +19,12 @@ def draw(
     *,
     cells: Sequence[Row] = (),
     names: tuple[str, str] = ("mean over seeds", "95 % interval"),
+    loss: str = "loss (nat per token)",
 ) -> Axes:
     """Losses with their intervals, one for each number of KV heads, and beside them the ``cells``, one a seed.
 
     ``rows`` need ``n_kv_heads``, ``cache_bytes_per_token``, ``mean``, ``low`` and ``high`` (None: no interval);
-    ``cells`` need ``cache_bytes_per_token`` and ``best_val_loss``.
+    ``cells`` need ``cache_bytes_per_token`` and ``best_val_loss``. ``loss`` says which it is.
     """
     rows = sorted(rows, key=lambda row: row["cache_bytes_per_token"])
     at = [row["cache_bytes_per_token"] for row in rows]
@@ -56,9 +57,21 @@ def draw(
     ax.set_xticks(at, [f"{Amount(row['cache_bytes_per_token'])}\n{_heads(row['n_kv_heads'])}" for row in rows])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.margins(x=0.12)
-    ax.set(xlabel="cache a token", ylabel="loss (nat per token)")
+    ax.set(xlabel="cache a token", ylabel=loss)
     ax.legend(loc="best")
     return ax
+
+
+def draw_training(rows: Sequence[Row], run: dict[str, Any], ax: Axes) -> Axes:
+    """The trained cells ``rows`` and the summary in their record ``run``."""
+    of = "character" if run["corpus_kind"] == "characters" else "token"
+    seeds = {row["n_seeds"] for row in run["summary"]}
+    few, many = min(seeds), max(seeds)
+    mean = "one seed each" if many == 1 else f"mean over {few if few == many else f'{few} to {many}'} seeds"
+    # one seed has a point of its own already
+    cells = rows if many > 1 else ()
+    names = (mean, "95 % interval")
+    return draw(run["summary"], ax, cells=cells, names=names, loss=f"best validation loss (nat per {of})")
 
 
 def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: bool = True) -> Figure:
@@ -70,7 +83,7 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: b
             draw([_pooled(row, rows[0]) for row in rows], ax, names=names)
             said = f"{run['model']}, {run['passage']}: KV heads pooled, nothing trained"
         else:
-            draw(run["summary"], ax, cells=rows)
+            draw_training(rows, run, ax)
             said = training_of(run)
         return titled(fig, said) if title else fig
 
