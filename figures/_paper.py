@@ -1,6 +1,5 @@
 """How does a figure come from result files onto paper? Read, draw for one column and for two, save in three formats."""
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -20,6 +19,8 @@ from kvprobe.store import disk_error
 # fonts inside the pdf as TrueType and the svg as outlines; no dates: the same results give the same files
 SETTINGS = {"pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "kvprobe"}
 UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
+# what a result of strange numbers, or without some, raises while it is drawn
+UNDRAWN = (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
 SIZES = {"": ONE_COLUMN, "-wide": TWO_COLUMNS}
 
 
@@ -52,10 +53,11 @@ class Picture:
                 try:
                     # a figure a format: laying it out for one must not move it for the next
                     figure = self.draw(*inputs, width)
-                except (KeyError, StopIteration) as error:
-                    raise KvprobeError(f"{self._file(results)} lacks {error}: {self._remedy()}") from error
-                with mpl.rc_context(SETTINGS):
-                    figure.savefig(data, format=kind, dpi=300, metadata=metadata)
+                    with mpl.rc_context(SETTINGS):
+                        figure.savefig(data, format=kind, dpi=300, metadata=metadata)
+                except UNDRAWN as error:
+                    why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                    raise KvprobeError(f"{self._file(results)} cannot be drawn ({why}): {self._remedy()}") from error
                 path = out / f"{self.name}{suffix}.{kind}"
                 try:
                     write_whole(path, data.getvalue())
@@ -68,11 +70,14 @@ class Picture:
         """The result that is drawn. Raises as :meth:`save`."""
         path = self._file(results)
         try:
-            return Result.from_json(path.read_text(encoding="utf-8"))
+            found = Result.from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise KvprobeError(f"{path} is not there: {self._remedy()}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, ValueError) as error:
             raise KvprobeError(f"{path} is no result ({error}): {self._remedy()}") from error
+        if found.analysis != self.needs:
+            raise KvprobeError(f"{path} is a result of {found.analysis}, not of {self.needs}: {self._remedy()}")
+        return found
 
     def missing(self, results: Path, model: str) -> bool:
         """Whether the result has still to be made for ``model``, and can be in minutes."""

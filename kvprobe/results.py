@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import platform
 import tempfile
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 # the packages whose version can change a number
-VERSIONED = ("kvprobe", "torch", "transformers", "tokenizers", "numpy")
+VERSIONED = ("kvprobe", "torch", "transformers", "tokenizers", "numpy", "scipy", "numba")
 # a notebook shows so many rows and says how many more there are
 SHOWN_ROWS = 60
 
@@ -55,6 +56,11 @@ class Result:
 
     def to_json(self) -> str:
         """One JSON document; a number that is not finite is refused (ValueError), since JSON has none."""
+        for row in self.rows:
+            for name, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    said = f"{self.analysis}: {name} is {value}, and JSON has no such number"
+                    raise ValueError(f"{said}: ask for --format table or csv")
         document = {"analysis": self.analysis, "rows": self.rows, "run": self.run}
         return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -68,9 +74,14 @@ class Result:
 
     @classmethod
     def from_json(cls, text: str) -> "Result":
-        """The result that :meth:`to_json` wrote."""
-        document = json.loads(text)
-        return cls(document["analysis"], document["rows"], document["run"])
+        """The result that :meth:`to_json` wrote. Raises KeyError and ValueError for what it could not have written."""
+        document = json.loads(text, parse_constant=_no_number)
+        if not isinstance(document, dict):
+            raise ValueError("it is no JSON object")
+        analysis, rows, run = document["analysis"], document["rows"], document["run"]
+        if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and isinstance(run, dict)):
+            raise ValueError("its rows are no list of objects, or its run is none")
+        return cls(analysis, rows, run)
 
     def save(self, stem: str | Path) -> tuple[Path, Path]:
         """Write ``STEM.csv`` and ``STEM.json``; each is there whole or not at all. Returns both paths."""
@@ -94,6 +105,10 @@ class Result:
         more = f", and {len(self.rows) - len(some):,} more rows" if len(some) < len(self.rows) else ""
         columns = [Column(name, name) for name in self.rows[0]]
         return table(columns, some, caption=f"{self.analysis}, {self.run.get('model', 'no model')}{more}")
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON's")
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:

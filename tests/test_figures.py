@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from io import BytesIO
 
 import pytest
 from click.testing import CliRunner
 from matplotlib.figure import Figure
 
 from figures import __main__ as every
+from figures import _paper
 from figures import lowrank as lowrank_figure
 from figures import window as window_figure
 from figures._paper import Picture
@@ -24,6 +26,7 @@ RUN = {
     "n_tokens": 9,
     "score_from": 4,
     "n_targets": 4,
+    "passages": [{}, {}],
     "positions": "absolute",
     "batch": 1,
     "batches": [1],
@@ -35,10 +38,13 @@ RUN = {
     "max_positions": 1000,
     "pool": False,
     "corpus": "letters",
+    "corpus_kind": "characters",
+    "missing": [],
     "steps": 9,
     "protocol": "tiny",
     "summary": [
         {"n_kv_heads": heads, "cache_bytes_per_token": 1536 * heads, "mean": 1.5 + 0.1 / heads, "low": 1.4, "high": 1.9}
+        | {"n_seeds": 2}
         for heads in (8, 2, 1)
     ],
 }
@@ -187,7 +193,18 @@ def test_a_missing_result_says_what_makes_it(tmp_path):
     assert (tmp_path / "drawn" / "cached_step-wide.pdf").is_file()
 
 
-@pytest.mark.parametrize("text", ["{", '{"analysis": "sinks", "rows": [], "run": {}}', "[]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"analysis": "sinks", "rows": [], "run": {}}',
+        "[]",
+        '{"analysis": "sinks", "rows": [1], "run": {}}',
+        '{"analysis": "sinks", "rows": [{"mass": 1}], "run": []}',
+        '{"analysis": "sinks", "rows": [{"mass": NaN}], "run": {}}',
+        '{"analysis": "sinks", "rows": [{"mass": 1}]}',
+    ],
+)
 def test_a_file_that_is_no_result_is_named(text, tmp_path):
     (tmp_path / "sinks.json").write_text(text)
     with pytest.raises(KvprobeError, match=r"sinks.json is no result .*python -m analyses.sinks"):
@@ -196,8 +213,40 @@ def test_a_file_that_is_no_result_is_named(text, tmp_path):
 
 def test_a_result_without_a_field_is_named_with_it(tmp_path):
     Result("sinks", [{"layer": 0, "mass": 0.5}], RUN).save(tmp_path / "sinks")
-    with pytest.raises(KvprobeError, match=r"sinks.json lacks 'uniform'"):
+    with pytest.raises(KvprobeError, match=r"sinks.json cannot be drawn \(KeyError: 'uniform'\): make it with"):
         ALL["sinks"].save(tmp_path, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("value", [0, "x", None, 10**400], ids=["zero", "word", "null", "huge"])
+def test_strange_numbers_are_drawn_or_named(name, value, tmp_path, monkeypatch):
+    monkeypatch.setattr(_paper, "SIZES", {"": 3.3})
+    monkeypatch.setattr(_paper, "UNDATED", {"svg": {"Date": None}})
+    rows = [{field: value if isinstance(of, int | float) else of for field, of in row.items()} for row in RESULTS[name]]
+    Result(name, rows, RUN).save(tmp_path / name)
+    try:
+        assert ALL[name].save(tmp_path, tmp_path / "drawn")
+    except KvprobeError as error:
+        assert f"{name}.json cannot be drawn" in str(error)  # noqa: PT017 (either is right)
+
+
+def test_a_result_of_another_analysis_is_not_drawn(tmp_path):
+    Result("window", SINKS, RUN).save(tmp_path / "sinks")
+    with pytest.raises(KvprobeError, match=r"sinks\.json is a result of window, not of sinks: make it with"):
+        ALL["sinks"].save(tmp_path, tmp_path)
+
+
+def test_a_folder_where_a_result_should_be_is_named(tmp_path):
+    (tmp_path / "sinks.json").mkdir()
+    with pytest.raises(KvprobeError, match=r"sinks\.json is no result .*irectory.*: make it with"):
+        ALL["sinks"].save(tmp_path, tmp_path)
+
+
+def test_the_name_of_a_corpus_is_no_mathematics():
+    run = RUN | {"corpus": "a$b_{$.txt", "protocol": "mine"}
+    figure = ALL["gqa"].draw(Result("gqa", GQA, run), 3.35)
+    figure.savefig(BytesIO(), format="svg")
 
 
 def test_a_place_that_cannot_be_written_is_named(results, tmp_path):
@@ -265,7 +314,7 @@ def test_a_full_pass_without_sink_logits_is_a_line_of_its_own():
 
 
 def test_milliseconds_by_context_are_the_rows():
-    ax = latency.draw([latency.with_rates(row) for row in LATENCY], axes())
+    ax = latency.draw([roofline.with_rates(row) for row in LATENCY], axes())
     drawn = bars_of(ax)
     assert drawn["naive"] == ([8, 16], [4.0, 8.0], [(3.5, 5.0), (7.5, 9.0)])
     assert drawn["cached"][1] == [2.0, 2.5]
@@ -275,7 +324,7 @@ def test_milliseconds_by_context_are_the_rows():
 
 
 def test_the_roof_is_the_ceilings_and_the_marks_are_the_rows():
-    rows = [latency.with_rates(row) for row in RESULTS["roofline"]]
+    rows = [roofline.with_rates(row) for row in RESULTS["roofline"]]
     ax = roofline.draw(rows, axes(), bandwidth=1e10, matrix_rate=2e11)
     x, y = ax.lines[0].get_data()
     # the ridge is where both ceilings meet, 20 FLOP a byte; GFLOP/s = intensity × 10 GB/s below it
@@ -306,16 +355,31 @@ def test_the_relief_map_is_the_rows_and_its_front_the_flagged_ones():
 
 
 def test_quality_by_cache_is_the_summary_and_every_seed():
-    (ax,) = ALL["gqa"].draw(Result("gqa", GQA, RUN | {"protocol": PUBLISHED}), 3.35).axes
+    figure = ALL["gqa"].draw(Result("gqa", GQA, RUN | {"protocol": PUBLISHED}), 3.35)
+    (ax,) = figure.axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
-    assert lines["mean over seeds"] == [[1536, 1.6], [3072, 1.55], [12288, 1.5125]]
+    assert lines["mean over 2 seeds"] == [[1536, 1.6], [3072, 1.55], [12288, 1.5125]]
     assert len(lines["one seed"]) == len(GQA)
-    assert ax.get_title() == ""
+    assert (figure.get_suptitle(), ax.get_title()) == ("", "")
 
 
-def test_a_training_of_other_settings_is_named_in_its_figure():
-    (ax,) = ALL["gqa"].draw(Result("gqa", GQA, RUN | {"protocol": "not the published protocol"}), 3.35).axes
-    assert "not the published protocol" in ax.get_title().replace("\n", " ")
+@pytest.mark.parametrize("width", [style.ONE_COLUMN, style.TWO_COLUMNS])
+@pytest.mark.parametrize(
+    ("of", "says"),
+    [
+        ({"protocol": "not the published protocol"}, "letters, 9 steps, not the published protocol"),
+        (
+            {"protocol": PUBLISHED, "missing": ["1 KV head, seed 1"] * 3},
+            "not finished: 3 more models are to be trained",
+        ),
+    ],
+)
+def test_a_training_of_other_settings_or_unfinished_is_named_over_its_legend(width, of, says):
+    figure = ALL["gqa"].draw(Result("gqa", GQA, RUN | of), width)
+    assert figure.get_suptitle().replace("\n", " ") == says
+    figure.draw_without_rendering()
+    (title,), (ax,) = figure.texts, figure.axes
+    assert title.get_window_extent().y0 >= ax.get_legend().get_window_extent().y1
 
 
 def test_the_bill_is_the_rows_and_beyond_the_models_positions_it_is_shaded():
@@ -356,7 +420,7 @@ def test_query_heads_point_at_the_kv_head_of_their_group():
     assert "4 vectors" in ax.texts[-1].get_text()
 
 
-@pytest.mark.parametrize("analysis", ["sinks", "lowrank", "window", "latency", "memory", "relief_map", "gqa"])
+@pytest.mark.parametrize("analysis", RESULTS)
 def test_a_result_plots_itself(analysis):
     rows = WINDOW[:3] if analysis == "window" else RESULTS[analysis]
     figure = Result(analysis, rows, RUN).plot()
@@ -380,7 +444,7 @@ def test_a_name_is_never_read_as_mathematics_and_long_titles_are_broken():
     figure = Result("sinks", SINKS, RUN | {"model": name}).plot()
     assert r"$\nosuch$" in figure.get_suptitle()
     assert "\n" in figure.get_suptitle()
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     box = figure._suptitle.get_window_extent()
     assert box.x0 >= 0
     assert box.x1 <= figure.bbox.x1

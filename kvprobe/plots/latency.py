@@ -70,7 +70,7 @@ def draw_batches(rows: list[Row], ax: Axes) -> Axes:
 
 def figure(rows: list[Row], run: dict[str, Any], *, width: float | None = None, title: bool = True) -> Figure:
     """Context, batch where there are several, and the roofline, side by side; stacked in one column."""
-    rows = [with_rates(row) for row in rows if row["phase"] in roofline.LOOK]
+    rows = [roofline.with_rates(row) for row in rows if row["phase"] in roofline.LOOK]
     cached = [row for row in rows if row["phase"] == "cached"]
     by_batch = len({row["batch"] for row in cached}) > 1
     first = [row for row in rows if row["batch"] == run["batches"][0]]
@@ -87,15 +87,6 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float | None = None, 
         where = run["cpu"] if run["device"] == "cpu" else run["device"]
         measured = f"{run['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s, {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s"
         return titled(fig, f"{run['model']}, {run['dtype']} on {where}: {measured} measured") if title else fig
-
-
-def with_rates(row: Row) -> Row:
-    """``row`` with the same numbers in the units that are drawn: ``flops_per_s``, and ``ms_ceiling`` a run."""
-    seconds = row["ms_median"] / 1e3
-    return row | {
-        "flops_per_s": row["flops"] / seconds,
-        "ms_ceiling": row["ms_median"] * row["fraction_of_ceiling"],
-    }
 
 
 def _ticks(ax: Axes, values: list[int]) -> None:

@@ -85,6 +85,10 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: b
         fig, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 3.0)
         draw_loss(rows, ax)
         targets = f"{run['n_targets']:,} targets of {run['passage']}"
+        if rows[0].get("passage") == "all":
+            n_passages = len(run["passages"])
+            targets = f"{n_passages * run['n_targets']:,} targets of {n_passages} passages"
+            ax.set_xlabel(f"{ax.get_xlabel()}, {targets}")
         return titled(fig, f"{run['model']}: {PARTS[rows[0]['of']]}, {targets}") if title else fig
 
 

@@ -1,8 +1,22 @@
 """Which limit does each phase run into, and how near is it? FLOP/s against arithmetic intensity, under the roof."""
 
-from matplotlib.axes import Axes
+from typing import Any
 
-from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, legend_above
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvprobe.plots.style import (
+    COLOURS,
+    DOTS,
+    INK,
+    LINES,
+    MARKERS,
+    TWO_COLUMNS,
+    legend_above,
+    panels,
+    styled,
+    titled,
+)  # fmt: skip
 from kvprobe.results import Row
 
 # phase -> colour, marker and dashes
@@ -54,3 +68,22 @@ def draw(rows: list[Row], ax: Axes, *, bandwidth: float, matrix_rate: float) -> 
         axis.set_major_formatter("{x:,g}")
     legend_above(ax, ncols=3, narrow=3)
     return ax
+
+
+def with_rates(row: Row) -> Row:
+    """``row`` with the same numbers in the units that are drawn: ``flops_per_s``, and ``ms_ceiling`` a run."""
+    seconds = row["ms_median"] / 1e3
+    return row | {
+        "flops_per_s": row["flops"] / seconds,
+        "ms_ceiling": row["ms_median"] * row["fraction_of_ceiling"],
+    }
+
+
+def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: bool = True) -> Figure:
+    """One panel of a result's rows under the ceilings in its record."""
+    with styled():
+        fig, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 2.8)
+        roof = {"bandwidth": run["bandwidth_bytes_per_s"], "matrix_rate": run["matrix_flops_per_s"]}
+        draw([with_rates(row) for row in rows], ax, **roof)
+        where = run["cpu"] if run["device"] == "cpu" else run["device"]
+        return titled(fig, f"{run['model']} in {run['dtype']} on {where}") if title else fig
