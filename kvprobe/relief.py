@@ -116,7 +116,7 @@ def _fewer_heads(spec: Spec, dtype: str) -> Iterator[Lever]:
         return
     for divisor in (2, 4, spec.n_kv_heads):
         n_kv_heads, rest = divmod(spec.n_kv_heads, divisor)
-        if rest or not n_kv_heads:
+        if rest:
             continue
         name = "MQA, 1 KV head" if n_kv_heads == 1 else f"GQA, {n_kv_heads} KV heads"
         shared = f"{spec.n_heads // n_kv_heads} query heads share one K and V (kvprobe gqa)"
@@ -124,7 +124,7 @@ def _fewer_heads(spec: Spec, dtype: str) -> Iterator[Lever]:
 
 
 def _latent(spec: Spec, dtype: str, rank: int | None) -> Lever:
-    width = spec.n_kv_heads * (spec.head_dim + spec.v_head_dim)
+    width = spec.joint_width
     limit = spec.kv_lora_rank or width
     chosen = max(1, limit // (2 if spec.kv_lora_rank else 4)) if rank is None else rank
     if not 1 <= chosen <= limit:

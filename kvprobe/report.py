@@ -148,7 +148,7 @@ def _bill(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     result = cache.run(loaded.spec, about=about, dtype=loaded.dtype)
     longest = max(result.run["contexts"])
     rows = [row for row in result.rows if row["context"] == longest]
-    growth = cache.growth(loaded.spec, result)
+    growth = cache.growth(result)
     return {
         "sentences": [
             f"{cache.sentence(result)}.",
@@ -233,6 +233,7 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     except KvprobeError as error:
         notes.append(f"Not measured with a basis of other text: {error}.")
     rows = [row for result in results for row in result.rows]
+    of_basis = {name: [result.run[name] for result in results] for name in ("basis", "fit_text", "n_fitted")}
     return {
         "sentences": [*(f"{lowrank.sentence(result)}." for result in results), *notes],
         "pictures": _both(lambda width: figure(rows, results[0].run, width=width, title=False), wide=5.5),
@@ -246,9 +247,7 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
             Column("basis_bytes", "its basis", _amount),
         ],
         "rows": [row for result in results for row in result.rows if result is results[0] or row["rank"] is not None],
-        "record": results[-1].run
-        | {"basis": [result.run["basis"] for result in results]}
-        | {"wall_s": round(sum(result.run["wall_s"] for result in results), 3)},
+        "record": results[0].run | of_basis | {"wall_s": round(sum(result.run["wall_s"] for result in results), 3)},
     }
 
 

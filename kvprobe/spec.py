@@ -132,6 +132,11 @@ class Spec:
         return self.n_kv_heads * self.head_dim
 
     @property
+    def joint_width(self) -> int:
+        """Elements of one token's realized K and V together, in one layer."""
+        return self.n_kv_heads * (self.head_dim + self.v_head_dim)
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.n_heads // self.n_kv_heads
@@ -160,6 +165,8 @@ class Spec:
                 f"the configuration of this {family} model does not say {', '.join(missing)} "
                 f"(also called {', '.join(_NAMES[missing[0]])}), and kvprobe knows no default for the family"
             )
+        for word in ("n_layers", "n_heads", "hidden_size", "vocab_size", "head_dim"):
+            _check_number(family, word, found.get(word))
         n_layers, n_heads, hidden_size = found["n_layers"], found["n_heads"], found["hidden_size"]
         head_dim = found.get("head_dim") or hidden_size // n_heads
         if found.get("kv_lora_rank"):
@@ -190,7 +197,29 @@ class Spec:
             linear_state=linear_state,
             linear_conv=linear_conv,
         )
+        _check_whole(spec)
         return replace(spec, n_parameters=parameters.count(spec, config))
+
+
+def _check_number(family: str, word: str, value: Any) -> None:
+    """Refuse what is no number of things; None stands for a key that is not there."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise UnsupportedModelError(
+            f"the configuration of this {family} model says {value!r} for {word} (also called "
+            f"{', '.join(_NAMES[word])}): it must be a whole number, at least 1"
+        )
+
+
+def _check_whole(spec: Spec) -> None:
+    for word in ("n_kv_heads", "intermediate_size", "max_positions", "kv_lora_rank", "v_head_dim"):
+        _check_number(spec.family, word, getattr(spec, word))
+    for window in set(spec.windows):
+        _check_number(spec.family, "sliding_window", window)
+    if spec.n_heads % spec.n_kv_heads:
+        raise UnsupportedModelError(
+            f"the configuration of this {spec.family} model has {spec.n_kv_heads} key/value heads for {spec.n_heads} "
+            "query heads, which they do not divide"
+        )
 
 
 def _kv_heads(family: str, config: Mapping[str, Any], found: Mapping[str, Any]) -> int:

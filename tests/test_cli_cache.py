@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from conftest import only_document
 from kvprobe import catalogue, hub
 from kvprobe.plots import cache as plot
+from kvprobe.results import Result
 
 
 @pytest.fixture
@@ -142,6 +143,33 @@ def test_an_unknown_name_says_what_can_be_named(run, no_network):
 def test_bad_numbers_are_one_line(run, arguments, says):
     done = run("gpt2", *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"kvprobe: {says}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--weights-bytes", "nan"], "nan is no number of bytes"),
+        (["--weights-bytes", "1e30"], "1e+30 is not in the range 1<=x<=1e+18"),
+        (["--window", 10**30], "is not in the range x<=1099511627776"),
+    ],
+)
+def test_numbers_beyond_any_machine_name_their_option(run, arguments, says):
+    done = run("gpt2", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert arguments[0] in done.stderr
+
+
+def test_the_picture_is_of_the_longest_context_and_can_be_made_from_the_document_alone(run, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plot, "figure", lambda growth, relief, run: drawn.append((growth, relief)) or Figure())
+    for contexts in ((4096, 1024), (1024, 4096)):
+        contexts = [word for context in contexts for word in ("--context", context)]
+        done = run("gpt2", *contexts, "--plot", tmp_path / "bill.svg", "--format", "json")
+        Result.from_json(done.stdout).plot()
+    assert all({row["context"] for row in relief} == {4096} for _, relief in drawn)
+    assert all(growth == drawn[0][0] for growth, _ in drawn)
+    assert [row["context"] for row in drawn[0][0] if row["lever"] == "as it is"][:3] == [128, 256, 512]
 
 
 def test_the_table_reads_in_binary_units(run):

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from conftest import only_document
 from kvprobe import bench
+from kvprobe.commands.latency import _summary
 from kvprobe.plots import latency as plot
 from kvprobe.plots import roofline
 
@@ -127,6 +128,17 @@ def test_the_table_and_the_picture(run, tiny_llama, tmp_path):
     assert "arithmetic binds decode from: 8 tokens: " in done.stdout
     svg = (tmp_path / "l.svg").read_text()
     assert all(text in svg for text in ("ms a step", "batch (rows decoded at once)", "arithmetic intensity"))
+
+
+def test_what_is_above_its_ceiling_is_explained():
+    of_all = {"context": 8, "batch": 1, "attention_intensity": 1.0}
+    run = {"model": "m", "source": "s", "dtype": "d", "device": "cpu", "start_up_s": {}, "ridge_point": 4.0}
+    run |= {"bandwidth_bytes_per_s": 1e9, "matrix_flops_per_s": 1e9, "arithmetic_binds_at_batch": {}}
+    above, below = (
+        _summary([of_all | {"phase": "cached", "fraction_of_ceiling": fraction}], run) for fraction in (1.09, 0.9)
+    )
+    assert any(line.startswith("a row above 100%: what it reads stays in") for line in above)
+    assert not any("100%" in line for line in below)
 
 
 def row(phase, context, ms, batch=1, **more):

@@ -151,7 +151,7 @@ def test_the_latency_sentence_is_of_the_longest_context():
 )
 def test_the_words_of_a_training_miss_multi_head_where_nobody_asked_for_it(kv_heads, missing, said):
     nothing = dict.fromkeys(("low", "high", "difference", "difference_low", "difference_high", "p_value", "verdict"))
-    row = {"n_kv_heads": kv_heads[-1], "n_seeds": 1, "mean": 1.5, **nothing}
+    row = {"n_kv_heads": kv_heads[-1], "n_seeds": 1, "mean": 1.5, "best_steps": [1, 1], "last": 2.0, **nothing}
     run = {"corpus": "c", "steps": 600, "protocol": "p", "pool": False, "uptrain": None, "margin": 0.05, "n_heads": 8}
     sentences = gqa.sentences(Result("gqa", [row], run | {"kv_heads": kv_heads, "missing": missing, "summary": [row]}))
     assert any("add --kv-heads 8" in sentence for sentence in sentences) is said
@@ -159,11 +159,10 @@ def test_the_words_of_a_training_miss_multi_head_where_nobody_asked_for_it(kv_he
 
 def test_the_words_of_an_uptraining_name_the_control_where_there_was_one():
     run = {"corpus": "c", "steps": 600, "protocol": "p", "uptrain": 0.004, "n_heads": 8, "kv_heads": [8, 2]}
-    assert (
-        words.training_of(run)
-        == "c, 600 steps, p; then heads pooled and uptrained for 0.4 % of the steps, multi-head too"
-    )
-    assert words.training_of(run | {"kv_heads": [2]}).endswith("uptrained for 0.4 % of the steps")
+    run |= {"uptrain_steps": 2}
+    assert words.training_of(run) == "c, 600 steps, p; then heads pooled and uptrained for 2 steps, multi-head too"
+    assert words.training_of(run | {"kv_heads": [2]}).endswith("uptrained for 2 steps")
+    assert words.training_of(run | {"kv_heads": [2], "uptrain_steps": 1}).endswith("uptrained for 1 step")
     assert words.training_of(run | {"uptrain": None}) == "c, 600 steps, p"
 
 
@@ -174,7 +173,7 @@ def test_a_bill_by_hand(subject):
     assert cache.sentence(result).startswith(
         "tiny: the cache of 128 tokens takes 48 KiB at float32, and one more token"
     )
-    drawn = cache.growth(subject.loaded.spec, result)
+    drawn = cache.growth(result)
     assert [row["bytes"] for row in drawn if row["lever"] == "as it is"][:2] == [128 * 384, 256 * 384]
 
 

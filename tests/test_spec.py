@@ -182,3 +182,25 @@ def test_reading_a_configuration_imports_neither_torch_nor_transformers():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"num_hidden_layers": 0}, "says 0 for n_layers"),
+        ({"num_hidden_layers": -1}, "says -1 for n_layers"),
+        ({"head_dim": 2.5}, "says 2.5 for head_dim"),
+        ({"head_dim": -4}, "says -4 for head_dim"),
+        ({"hidden_size": True}, "says True for hidden_size"),
+        ({"num_key_value_heads": 3}, "has 3 key/value heads for 4 query heads, which they do not divide"),
+        ({"num_key_value_heads": 8}, "has 8 key/value heads for 4"),
+        ({"max_position_embeddings": 128.5}, "says 128.5 for max_positions"),
+        ({"sliding_window": -1, "layer_types": ["sliding_attention"] * 2}, "says -1 for sliding_window"),
+    ],
+)
+def test_a_configuration_that_counts_what_cannot_be_is_refused(changed, says):
+    whole = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    whole |= {"vocab_size": 99, "intermediate_size": 64}
+    assert Spec.from_config(whole).n_kv_heads == 4
+    with pytest.raises(UnsupportedModelError, match=says):
+        Spec.from_config(whole | changed)

@@ -1,11 +1,14 @@
 """``kvprobe cache``: what does the KV cache cost, and which lever would make it how much smaller?"""
 
+import math
 from typing import Any
 
 import click
 
 from kvprobe.cli import common
 
+# more than any machine holds, and far from where sums of bytes would end
+COUNT = click.IntRange(max=2**40)
 COLUMNS = ("lever", "context", "bytes", "bytes_per_token", "relief", "outweighs_at", "stops_at")
 
 
@@ -14,17 +17,19 @@ COLUMNS = ("lever", "context", "bytes", "bytes_per_token", "relief", "outweighs_
 @click.option(
     "--context",
     "contexts",
-    type=int,
+    type=COUNT,
     multiple=True,
     help="Tokens in the cache. Repeat for several.  [default: 1024, 8192 and all positions of the model]",
 )
-@click.option("--batch", type=int, default=1, show_default=True, help="Sequences held at once.")
-@click.option("--window", type=int, default=1024, show_default=True, help="Of the window lever: last tokens kept.")
-@click.option("--sinks", type=int, default=4, show_default=True, help="Of the window lever: first tokens kept beside.")
-@click.option("--rank", type=int, help="Of the latent lever.  [default: a quarter of the width of K and V]")
+@click.option("--batch", type=COUNT, default=1, show_default=True, help="Sequences held at once.")
+@click.option("--window", type=COUNT, default=1024, show_default=True, help="Of the window lever: last tokens kept.")
+@click.option(
+    "--sinks", type=COUNT, default=4, show_default=True, help="Of the window lever: first tokens kept beside."
+)
+@click.option("--rank", type=COUNT, help="Of the latent lever.  [default: a quarter of the width of K and V]")
 @click.option(
     "--weights-bytes",
-    type=click.FloatRange(min=1),
+    type=click.FloatRange(min=1, max=1e18),
     help="Weights to compare with, such as 140e9.  [default: all parameters at --dtype]",
 )
 @common
@@ -52,6 +57,8 @@ def command(model: str, **options: Any) -> None:
     from kvprobe.experiments import cache
     from kvprobe.results import Result
 
+    if options["weights_bytes"] is not None and math.isnan(options["weights_bytes"]):
+        raise click.BadParameter("nan is no number of bytes", param_hint="--weights-bytes")
     with progress_bar(options["quiet"]) as progress:
         spec, about = cache.find_shape(model, progress=progress)
     result = cache.run(
@@ -65,10 +72,7 @@ def command(model: str, **options: Any) -> None:
     shown = Result("cache", _readable(result.rows), result.run) if as_table else result
     emit(shown, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(result.run))
     if options["plot"]:
-        from kvprobe.plots.cache import figure
-
-        longest = [row for row in result.rows if row["context"] == result.run["contexts"][-1]]
-        save_plot(figure(cache.growth(spec, result), longest, result.run), options["plot"])
+        save_plot(result.plot(), options["plot"])
 
 
 def _readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -118,6 +118,8 @@ def _readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
+    from kvprobe.experiments.latency import ABOVE
+
     lines = [
         "",
         f"{run['model']} ({run['source']}), {run['dtype']}, {run['device']}: the machine reads "
@@ -134,6 +136,8 @@ def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
             f"decode reaches {best['fraction_of_ceiling']:.0%} of its ceiling at {best['context']:,} tokens, batch "
             f"{best['batch']:,}; attention's own intensity is {best['attention_intensity']:g} FLOP/B at every length"
         )
+    if any(row["fraction_of_ceiling"] > 1 for row in rows):
+        lines.append(f"a row above 100%: {ABOVE}")
     binds = ", ".join(
         f"{int(context):,} tokens: "
         + ("never, the cache keeps bandwidth the limit" if batch is None else f"batch {batch:,}")

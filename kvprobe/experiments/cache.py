@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,17 @@ def run(
         weights_source=source,
         max_positions=spec.max_positions,
         contexts=contexts,
+        spec=_as_json(spec),
         wall_s=round(time.perf_counter() - started, 3),
     )
     return Result("cache", found, record)
 
 
-def growth(spec: Spec, result: Result) -> list[Row]:
+def growth(result: Result) -> list[Row]:
     """The rows of ``result`` at every power of two, for a picture: as far as its contexts or the crossing reach."""
     run = result.run
+    kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in run["spec"].items()}
+    spec = Spec(**kept)
     # as far as the cache outweighs the weights, where it does within reach: that is what the picture is about
     reach = max(*run["contexts"], min(2 * (result.rows[0]["outweighs_at"] or 0), 2**24), 2048)
     settings = {name: run[name] for name in ("batch", "dtype", "weights_bytes", "window", "n_sink", "rank")}
@@ -107,6 +111,10 @@ def sentence(result: Result) -> str:
         limit = run["max_positions"]
         said += f" (beyond its {limit:,} positions)" if limit is not None and row["outweighs_at"] > limit else ""
     return said
+
+
+def _as_json(spec: Spec) -> dict[str, Any]:
+    return {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(spec).items()}
 
 
 def _default_contexts(max_positions: int | None) -> list[int]:

@@ -144,7 +144,7 @@ def _windowed(now: Bill, kept: int) -> Bill:
 
 def _latent_bytes(spec: Spec, now: Bill, rank: int, n_tokens: int) -> tuple[int, int]:
     """Bytes of every layer's latents, in a local layer those of its window, and of the bases they are made from."""
-    width = spec.n_kv_heads * (spec.head_dim + spec.v_head_dim)
+    width = spec.joint_width
     full = replace(now, layers=tuple(replace(layer, vectors=(rank,)) for layer in now.layers))
     # a basis is `width` vectors of `rank` elements a layer, whatever the length
     basis = replace(full, layers=tuple(replace(layer, limit=None) for layer in full.layers))

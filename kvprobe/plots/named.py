@@ -47,10 +47,11 @@ def _window(result: Result) -> "Figure":
 
 
 def _cache(result: Result) -> "Figure":
+    from kvprobe.experiments.cache import growth
     from kvprobe.plots import cache
 
     longest = max(row["context"] for row in result.rows)
-    return cache.figure(result.rows, [row for row in result.rows if row["context"] == longest], result.run)
+    return cache.figure(growth(result), [row for row in result.rows if row["context"] == longest], result.run)
 
 
 def _memory(result: Result) -> "Figure":
@@ -63,6 +64,12 @@ def _latency(result: Result) -> "Figure":
     from kvprobe.plots import latency
 
     return latency.figure(result.rows, result.run)
+
+
+def _roofline(result: Result) -> "Figure":
+    from kvprobe.plots import roofline
+
+    return roofline.figure(result.rows, result.run)
 
 
 def _gqa(result: Result) -> "Figure":
@@ -84,6 +91,7 @@ FIGURES: dict[str, Callable[[Result], "Figure"]] = {
     "cache": _cache,
     "memory": _memory,
     "latency": _latency,
+    "roofline": _roofline,
     "gqa": _gqa,
     "relief_map": _relief,
 }
