@@ -1,12 +1,18 @@
 """What do the analyses share? A model by name or by shape alone, and a table that is printed and kept."""
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+import click
 
 from kvprobe import catalogue, models
+from kvprobe.cli import run
 from kvprobe.console import emit
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result
+from kvprobe.store import disk_error
 from kvprobe.unpretrained import load_random
 
 PUBLISHED_GPT = "gpt-124m"
@@ -21,8 +27,22 @@ def load(model: str, *, random_weights: bool = False, dtype: str = "float32", pr
     return models.load(model, dtype=dtype, progress=progress)
 
 
+def script(command: click.Command) -> None:
+    """Run an analysis as a program, its errors in one line, as those of ``kvprobe``."""
+    run(command, name=f"python -m analyses.{Path(sys.argv[0]).stem}")
+
+
+def keep(result: Result) -> None:
+    """Write results/NAME.csv and NAME.json. Raises KvprobeError where they cannot be written."""
+    stem = Path("results", result.analysis)
+    try:
+        result.save(stem)
+    except OSError as error:
+        raise disk_error(error, stem.with_suffix(".json"), instead="use --no-save") from error
+
+
 def show(result: Result, *, save: bool, columns: Sequence[str] = (), summary: Sequence[str] = ()) -> None:
     """Print the table (all columns, or these) and, with ``save``, keep results/NAME.csv and NAME.json."""
     emit(result, format_="table", out=None, columns=columns or list(result.rows[0]), summary=summary)
     if save:
-        result.save(f"results/{result.analysis}")
+        keep(result)

@@ -26,14 +26,16 @@ import click
 import torch
 from torch import Tensor
 
+from analyses.common import script, show
+from analyses.timing import in_ms
 from kvprobe import fast, models
 from kvprobe.bench import BUFFER_BYTES, cores, readers
-from kvprobe.console import emit
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.generate import stream
 from kvprobe.results import Result, Row, run_record
 from kvprobe.roofline import Shape
+from kvprobe.store import sha256
 from kvprobe.subject import prepare
 from kvprobe.unpretrained import load_random
 
@@ -69,19 +71,23 @@ def run(
     try:
         if random_weights:
             loaded = load_random(model, dtype=dtype, device="cpu")
-            ids = torch.randint(loaded.model.config.vocab_size, (1, n_prompt), generator=torch.manual_seed(0))
+            drawn = torch.Generator().manual_seed(0)
+            ids = torch.randint(loaded.model.config.vocab_size, (1, n_prompt), generator=drawn)
+            about = loaded.record() | {"passage": "random ids"}
         else:
             subject = prepare(model, text=text, tokens=n_prompt, dtype=dtype, device="cpu")
-            loaded, ids = subject.loaded, subject.input_ids
+            loaded, ids, about = subject.loaded, subject.input_ids, subject.record()
         decoder = from_hf(loaded.model)
         decoder.check_length(n_prompt + n_new)
         ways, used = _ways(loaded, decoder, ids, n_new, compiled=compiled, gguf=gguf)
         with readers("cpu") as kernels:
             reading = {name: partial(_read, kernel) for name, kernel in kernels.items()}
             taken = _in_turns(ways | reading, repeats)
-        settings = _settings(loaded) | {"n_prompt": n_prompt, "n_new": n_new, "repeats": repeats}
-        settings |= {} if gguf is None else {"gguf": Path(gguf).name, "llama_cpp": version("llama-cpp-python")}
-        record = run_record(settings, used, threads=torch.get_num_threads())
+        settings: dict[str, Any] = {"n_prompt": n_prompt, "n_new": n_new, "repeats": repeats, "compiled": compiled}
+        if gguf is not None:
+            settings |= {"gguf": Path(gguf).name, "gguf_sha256": sha256(Path(gguf))}
+            settings |= {"llama_cpp": version("llama-cpp-python")}
+        record = run_record(about, settings, used)
     finally:
         torch.set_num_threads(before)
     moved = Shape.of(decoder).decode(n_prompt + n_new // 2).bytes_moved
@@ -198,7 +204,7 @@ def _rows(
     bandwidth = BUFFER_BYTES / min(map(statistics.median, reads.values()))
     for phase, start, stop, n_tokens in (("prefill", 0, 1, n_prompt), ("decode", 1, None, 1)):
         for way, rounds in taken.items():
-            row = {"phase": phase, "way": way, **_quartiles([second for each in rounds for second in each[start:stop]])}
+            row = {"phase": phase, "way": way, **in_ms([second for each in rounds for second in each[start:stop]])}
             pairs = zip(reference, rounds, strict=True)
             speedups = [statistics.median(its[start:stop]) / statistics.median(ours[start:stop]) for its, ours in pairs]
             median = row["ms_median"] / 1e3
@@ -207,20 +213,9 @@ def _rows(
             rows.append(row | {"gb_per_s": bytes_moved / median / 1e9 if fraction else None, "fraction": fraction})
     for name, seconds in reads.items():
         rate = BUFFER_BYTES / statistics.median(seconds)
-        row = {"phase": "read", "way": name, **_quartiles(seconds), "tokens_per_s": None, "speedup": None}
+        row = {"phase": "read", "way": name, **in_ms(seconds), "tokens_per_s": None, "speedup": None}
         rows.append(row | {"gb_per_s": rate / 1e9, "fraction": rate / bandwidth})
     return rows
-
-
-def _quartiles(seconds: list[float]) -> Row:
-    # one run has no quartiles
-    low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
-    return {"ms_median": 1e3 * median, "ms_low": 1e3 * low, "ms_high": 1e3 * high}
-
-
-def _settings(loaded: models.Loaded) -> dict[str, Any]:
-    names = ("name", "revision", "source", "dtype", "device")
-    return {"model" if name == "name" else name: getattr(loaded, name) for name in names}
 
 
 @click.command(help=__doc__)
@@ -238,10 +233,8 @@ def _settings(loaded: models.Loaded) -> dict[str, Any]:
 def main(save: bool, **options: Any) -> None:
     """Print the table and keep it."""
     result = run(options.pop("model"), **options)
-    emit(result, format_="table", out=None, columns=list(result.rows[0]))
-    if save:
-        result.save("results/decode_speed")
+    show(result, save=save)
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from analyses.common import PUBLISHED_GPT, load, show
+from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import latency
 from kvprobe.progress import Progress, silent
@@ -60,4 +60,4 @@ def main(model: str, save: bool, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -7,8 +7,8 @@
 Protocol of Dive into Deep Learning, "Generation and the KV cache": width 256, 8 query heads, no bias, n_kv_heads 8,
 4, 2 and 1. Published: attention parameters 262,144, 196,608, 163,840, 147,456; float32 cache 2,048, 1,024, 512, 256
 bytes per token and layer; n_kv_heads = n_heads is multi-head attention exactly. Every other row is multi-head
-attention as well, with each key/value head repeated for its group: both are run here. ``cache_bytes_per_token`` is
-that of the six layers in which the text goes on to train them.
+attention as well, with each key/value head repeated for its group: both are run here, the latter through torch's own
+attention. ``cache_bytes_per_token`` is that of the six layers in which the text goes on to train them.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,18 @@ from typing import Any
 
 import click
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from analyses.common import show
+from analyses.common import keep, script, show
+from kvprobe.attention import AttentionCall
 from kvprobe.config import DecoderConfig
 from kvprobe.decoder import Decoder
 from kvprobe.experiments.cache import find_shape
 from kvprobe.parameters import attention_parameters
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
+from kvprobe.training import seeded
 
 KV_HEADS = (8, 4, 2, 1)
 TOKENS = 32
@@ -65,13 +69,11 @@ def run(
 def _row(shape: dict[str, Any], n_layers: int, seed: int) -> Row:
     # one layer is enough: of `n_layers` there are as many of each
     config = DecoderConfig(n_layers=1, **shape, mlp_width=shape["hidden"], vocab=97, max_positions=TOKENS)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        shared = Decoder(config).eval().requires_grad_(False)
+    shared = seeded(config, seed=seed).eval().requires_grad_(False)
     cache = shared.full_cache(TOKENS)
     per_token = cache.nbytes // TOKENS
     ids = torch.randint(config.vocab, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
-    difference = shared(ids) - multi_head(shared)(ids)
+    difference = shared(ids) - multi_head(shared)(ids, attend=_plain)
     n_heads, n_kv_heads, head_dim = shape["n_heads"], shape["n_kv_heads"], shape["head_dim"]
     return {
         "n_kv_heads": n_kv_heads,
@@ -83,6 +85,12 @@ def _row(shape: dict[str, Any], n_layers: int, seed: int) -> Row:
         "cache_bytes_per_token": n_layers * per_token,
         "max_abs_difference": float(difference.abs().max()),
     }
+
+
+def _plain(call: AttentionCall) -> Tensor:
+    """Multi-head attention as torch has it, which knows nothing of groups."""
+    assert call.query.shape == call.key.shape
+    return F.scaled_dot_product_attention(call.query, call.key, call.value, is_causal=True)
 
 
 def multi_head(decoder: Decoder) -> Decoder:
@@ -109,8 +117,8 @@ def main(model: str | None, save: bool) -> None:
     shown = [row | {"max_abs_difference": f"{row['max_abs_difference']:.1e}"} for row in result.rows]
     show(Result(result.analysis, shown, result.run), save=False)
     if save:
-        result.save("results/gqa_module")
+        keep(result)
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

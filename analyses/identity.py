@@ -20,6 +20,16 @@ TOKENIZER_SHA1 = {
 }
 
 
+SHAPE = {
+    "family": "gpt2",
+    "n_layers": 12,
+    "n_heads": 12,
+    "hidden_size": 768,
+    "vocab_size": 50257,
+    "max_positions": 1024,
+}
+
+
 @dataclass(frozen=True)
 class Identity:
     """Whether a model may be compared with GPT-2's figures, and ``because`` of what, as the end of a sentence."""
@@ -32,9 +42,9 @@ def identify(model: str, *, reference: str | None = None, trust: bool = False) -
     """Whether ``model`` is GPT-2 as published, by its files alone.
 
     The SHA-1 of its weights is the published one; or all of its tensors are those of ``reference``, a safetensors file
-    that has it; or, with ``trust``, somebody says so, which is never believed of norms as they are initialised. A
-    tokenizer file that is another's settles it at once. Raises KvprobeError for a model that is not here and for a
-    reference that is not the published file.
+    that has it; or, with ``trust``, somebody says so, which is never believed of another shape nor of norms as they are
+    initialised. A tokenizer file that is another's settles it at once. Raises KvprobeError for a model that is not here
+    or damaged, and for a reference that is not the published file.
     """
     directory = models.find(model).directory
     for name, expected in TOKENIZER_SHA1.items():
@@ -42,13 +52,19 @@ def identify(model: str, *, reference: str | None = None, trust: bool = False) -
         if path.is_file() and (found := sha1_of(path)) != expected:
             return Identity(False, f"its {name} has the SHA-1 {found[:12]}…, GPT-2's {expected[:12]}…")
     files = hub.weight_files(directory)
-    found = "several files" if len(files) > 1 else sha1_of(files[0]) if files else "no safetensors"
+    if not files:
+        return Identity(False, "it has no weights in safetensors")
+    found = f"{len(files)} files" if len(files) > 1 else sha1_of(files[0])
     if found == WEIGHTS_SHA1:
         return Identity(True, f"the SHA-1 of its weights is the published {WEIGHTS_SHA1[:12]}…")
-    is_not = f"the SHA-1 of its weights is not the published {WEIGHTS_SHA1[:12]}… ({found[:12]}…)"
+    shown = found if len(files) > 1 else f"{found[:12]}…"
+    is_not = f"the SHA-1 of its weights is not the published {WEIGHTS_SHA1[:12]}… ({shown})"
     if reference is not None:
         same, told = _compared(files, Path(reference))
         return Identity(same, f"{is_not}, and {told}")
+    spec = models.load_spec(model)
+    if any(getattr(spec, name) != expected for name, expected in SHAPE.items()):
+        return Identity(False, f"{is_not}, and its shape is not GPT-2's")
     if _untrained(files):
         return Identity(False, "its norms are as they are initialised: random weights")
     if trust:
@@ -102,12 +118,6 @@ def _tensors(files: list[Path]) -> dict[str, torch.Tensor]:
 
 
 def _untrained(files: list[Path]) -> bool:
-    """Whether the last norm is all ones, as it is before the first step of training."""
-    from safetensors import safe_open
-
-    for path in files:
-        with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (an opened file, no dict)
-                if name.endswith("ln_f.weight"):
-                    return bool((opened.get_tensor(name) == 1).all())
-    return False
+    """Whether the last norm is all ones, as it is before the first step of training, or missing."""
+    last = _tensors(files).get("ln_f.weight")
+    return last is None or bool((last == 1).all())

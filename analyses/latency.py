@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from analyses.common import PUBLISHED_GPT, load, show
+from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import latency
 from kvprobe.progress import Progress, silent
@@ -57,4 +57,4 @@ def main(model: str, save: bool, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -13,6 +13,7 @@ bases over several passages. The answer counts what beats the full pass with its
 oracle that wins alone blames the basis.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import click
 import torch
 from torch import Tensor
 
+from analyses.common import keep, script
 from kvprobe import passages
 from kvprobe.console import emit, notice, progress_bar
 from kvprobe.errors import KvprobeError
@@ -53,6 +55,7 @@ def run(
     of all passages. A text that cannot be had is left out and named in the run record. ``answer`` there says, for
     each basis, at which ranks the whole interval over all passages is below the full pass and which it was worse at.
     """
+    started = time.perf_counter()
     read, missing = _texts(texts, progress)
     subject = prepare(model, text=texts[texts.index(read[0][0])], tokens=tokens, progress=progress)
     cuts = [
@@ -88,7 +91,10 @@ def run(
         block_length=by_basis["oracle"][0].block_length,
         block_length_of_all=default_block_length((tokens - 1 - score_from) * len(cuts)),
         answer=answer(pooled),
+        ranks=ranks,
+        bases=[*BASES],
         seed=seed,
+        wall_s=round(time.perf_counter() - started, 3),
     )
     return Result("lowrank", rows + pooled, record)
 
@@ -125,8 +131,7 @@ def _cut(subject: Subject, text: Text, tokens: int, index: int) -> Passage:
 
 
 def _ranks(subject: Subject, parts: Sequence[int], most: int) -> list[int]:
-    width = 2 * subject.loaded.spec.n_kv_heads * subject.loaded.spec.head_dim
-    ranks = [width // part for part in parts]
+    ranks = [subject.loaded.spec.joint_width // part for part in parts]
     return [rank for rank in ranks if 1 <= rank <= most]
 
 
@@ -173,9 +178,9 @@ def summary(result: Result) -> list[str]:
 @click.option("--score-from", type=int, default=512, show_default=True)
 @click.option("--passages", "n_passages", type=int, default=2, show_default=True, help="From each text.")
 @click.option("--quick", is_flag=True, help="One passage, two ranks.")
-@click.option("--save/--no-save", default=True, help="Keep results/lowrank.{csv,json}.")
+@click.option("--save/--no-save", default=None, help="Keep results/lowrank.{csv,json}.  [default: unless --quick]")
 def main(
-    model: str, texts: tuple[str, ...], tokens: int, score_from: int, n_passages: int, quick: bool, save: bool
+    model: str, texts: tuple[str, ...], tokens: int, score_from: int, n_passages: int, quick: bool, save: bool | None
 ) -> None:
     """Print the table and keep it."""
     with progress_bar(quiet=False) as progress:
@@ -192,9 +197,9 @@ def main(
         notice(f"left out, since they are not here: {', '.join(result.run['missing_texts'])}")
     columns = ["part", "passage", "offset", "basis", "rank", "loss", "perplexity", "delta", "delta_low", "delta_high"]
     emit(result, format_="table", out=None, columns=[*columns, "energy", "ratio"], summary=summary(result))
-    if save:
-        result.save("results/lowrank")
+    if save or (save is None and not quick):
+        keep(result)
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

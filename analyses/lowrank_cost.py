@@ -17,9 +17,9 @@ import click
 import torch
 from torch import Tensor
 
+from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe.attention import AttentionCall
-from kvprobe.console import emit
 from kvprobe.hooks import attending
 from kvprobe.lowrank import View, fit, gram_vectors
 from kvprobe.results import Result, Row, run_record
@@ -65,7 +65,8 @@ def run(model: str, *, text: str = "bundled", tokens: int = 1024, repeats: int =
         "one matrix, svd (gesdd)": partial(torch.linalg.svd, middle, full_matrices=False),
     }
     rows += compare(alone, repeats=repeats)
-    return Result("lowrank_cost", [_with_share(row) for row in rows], run_record(record, width=width))
+    settings = {"width": width, "repeats": repeats, "score_from": score_from}
+    return Result("lowrank_cost", [_with_share(row) for row in rows], run_record(record, settings))
 
 
 def _with_share(row: Row) -> Row:
@@ -92,8 +93,9 @@ def _subject(model: str, text: str, tokens: int) -> tuple[Any, Tensor, dict[str,
         return subject.model, subject.input_ids, subject.record() | threads
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(0)
-    network = GPT2LMHeadModel(GPT2Config()).eval().requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        network = GPT2LMHeadModel(GPT2Config()).eval().requires_grad_(False)
     ids = torch.randint(50257, (1, tokens), generator=torch.Generator().manual_seed(0))
     return network, ids, {"model": GPT2_SIZE, "passage": "random ids", "n_tokens": tokens, **threads}
 
@@ -107,10 +109,8 @@ def _subject(model: str, text: str, tokens: int) -> tuple[Any, Tensor, dict[str,
 def main(model: str, text: str, tokens: int, repeats: int, save: bool) -> None:
     """Print the table and keep it."""
     result = run(model, text=text, tokens=tokens, repeats=repeats)
-    emit(result, format_="table", out=None, columns=list(result.rows[0]))
-    if save:
-        result.save("results/lowrank_cost")
+    show(result, save=save)
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

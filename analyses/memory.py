@@ -19,7 +19,7 @@ import click
 import torch
 from torch import Tensor
 
-from analyses.common import PUBLISHED_GPT, load, show
+from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import memory
 from kvprobe.held import measure
@@ -87,4 +87,4 @@ def main(model: str, save: bool, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

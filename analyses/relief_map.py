@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from analyses.common import show
+from analyses.common import script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import relief
 from kvprobe.progress import Progress, silent
@@ -70,4 +70,4 @@ def main(model: str, save: bool, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -10,6 +10,7 @@ compared with those of another machine, and no row is silently left out. That a 
 the exit code is 0.
 """
 
+import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 import click
 
 from analyses import gqa_module, memory, roofline, same_logits, sinks, window
-from analyses.common import PUBLISHED_GPT, load, show
+from analyses.common import PUBLISHED_GPT, keep, load, script, show
 from analyses.gqa import KV_HEADS
 from analyses.identity import Identity, check_reference, identify
 from kvprobe import catalogue
@@ -28,8 +29,7 @@ from kvprobe.bill import bill
 from kvprobe.console import progress_bar
 from kvprobe.decoder import from_hf
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments import lowrank
-from kvprobe.experiments.gqa import Protocol
+from kvprobe.experiments import lowrank, words
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.relief import levers
@@ -137,16 +137,14 @@ class Bench:
             raise KvprobeError("it takes hours of training: python -m analyses.gqa --cells DIRECTORY")
         try:
             run = Result.from_json(kept.read_text(encoding="utf-8")).run
+            found: list[Row] = run["summary"]
+            there = {row["n_kv_heads"] for row in found if math.isfinite(row["mean"])}
+            missing = [*run["missing"], *(f"{n} KV heads" for n in KV_HEADS if n not in there)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise KvprobeError(f"{kept} cannot be read: {error}") from error
-        published = {"protocol": Protocol().words, "corpus": "time-machine", "uptrain": None, "pool": False}
+        published = {"protocol": words.PUBLISHED, "corpus": "time-machine", "uptrain": None, "pool": False}
         if {name: run.get(name) for name in published} != published:
             raise KvprobeError(f"the training kept in {kept} is not of the published protocol")
-        found: list[Row] = run["summary"]
-        missing = [
-            *run["missing"],
-            *(f"{n} KV heads" for n in KV_HEADS if n not in {r["n_kv_heads"] for r in found}),
-        ]
         if missing:
             raise KvprobeError(f"the training kept in {kept} is not finished: {'; '.join(missing)}")
         return found
@@ -199,8 +197,11 @@ def run(
 
     ``verdict`` is ``agrees``, ``differs`` or ``not run here``; ``because`` is the reason of the last, or why the
     tolerance is what it is. ``gpt2_weights`` in the record says what MODEL's weights were taken for. Raises
-    KvprobeError for a ``reference`` that is not the published file.
+    KvprobeError for a ``reference`` that is not the published file, and for a MODEL that is a path to nothing.
     """
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+        # mistyped, too
+        raise KvprobeError(f"there is no directory {model}: name the one that GPT-2's weights are in, or no MODEL")
     if reference is not None:
         # a mistyped file is the user's to mend, and no reason to leave rows out
         check_reference(Path(reference))
@@ -278,17 +279,14 @@ def _find(claim: Claim, rows: list[Row], quick: bool) -> tuple[float | None, str
 @click.option("--save/--no-save", default=None, help="Keep results/reproduce.{csv,json}.  [default: unless --quick]")
 def main(model: str, save: bool | None, **options: Any) -> None:
     """Print the table and keep it."""
-    try:
-        with progress_bar(quiet=False) as progress:
-            result = run(model, **options, progress=progress)
-    except KvprobeError as error:
-        raise click.ClickException(str(error)) from error
+    with progress_bar(quiet=False) as progress:
+        result = run(model, **options, progress=progress)
     # so many digits as a difference of 1e-7 and a bill of 2^20 bytes can both be read
     shown = [row | {name: _digits(row[name]) for name in ("published", "ours")} for row in result.rows]
     columns = ["block", "what", "published", "ours", "unit", "tolerance", "verdict"]
     show(Result("reproduce", shown, result.run), save=False, columns=columns, summary=summary(result))
     if save or (save is None and not options["quick"]):
-        result.save("results/reproduce")
+        keep(result)
 
 
 def _digits(value: float | None) -> str | None:
@@ -298,4 +296,4 @@ def _digits(value: float | None) -> str | None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from analyses.common import PUBLISHED_GPT, load, show
+from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.console import progress_bar
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.experiments import latency
@@ -88,4 +88,4 @@ def main(model: str, save: bool, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

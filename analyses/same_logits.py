@@ -14,12 +14,13 @@ import click
 import torch
 from torch import Tensor
 
-from analyses.common import load, show
+from analyses.common import keep, load, script, show
 from kvprobe.config import DecoderConfig, Rotary
 from kvprobe.console import progress_bar
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
+from kvprobe.training import seeded
 
 VOCAB = 97
 
@@ -66,9 +67,7 @@ def published(positions: str, *, seed: int = 0) -> Decoder:
         max_positions=1024,
         rotary=Rotary(interleaved=True) if positions == "rope" else None,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Decoder(config).eval().requires_grad_(False)
+    return seeded(config, seed=seed).eval().requires_grad_(False)
 
 
 def _row(name: str, positions: str, decoder: Decoder, tokens: int, prefill: int, seed: int) -> Row:
@@ -101,8 +100,8 @@ def main(model: str | None, tokens: int, prefill: int, save: bool) -> None:
     shown = [row | {"max_abs_difference": f"{row['max_abs_difference']:.2e}"} for row in result.rows]
     show(Result(result.analysis, shown, result.run), save=False)
     if save:
-        result.save("results/same_logits")
+        keep(result)
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from analyses.common import show
+from analyses.common import script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import sinks
 from kvprobe.progress import Progress, silent
@@ -50,4 +50,4 @@ def main(model: str, save: bool, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -17,9 +17,9 @@ from functools import partial
 import click
 import torch
 
+from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe import mass
-from kvprobe.console import emit
 from kvprobe.results import Result, run_record
 from kvprobe.subject import Subject, prepare
 
@@ -27,15 +27,18 @@ GIB = 1 << 30
 
 
 def run(model: str, tokens: list[int], *, text: str = "time-machine", repeats: int = 7) -> Result:
-    """Rows ``tokens, way, ms_median, ms_low, ms_high, ratio, peak_gib`` for each length and way."""
-    rows = []
+    """Rows ``tokens, way, ms_median, ms_low, ms_high, ratio, peak_gib`` for each of ``tokens`` and way."""
+    rows, records = [], []
     for n_tokens in tokens:
         subject = prepare(model, text=text, tokens=n_tokens, device="cpu")
         peaks = {way: _peak_in_a_fresh_process(model, text, n_tokens, way) for way in WAYS}
         ways = {way: partial(call, subject) for way, call in WAYS.items()}
-        for row in compare(ways, repeats=repeats if n_tokens <= 2048 else 3):
+        records.append(subject.record() | {"repeats": repeats if n_tokens <= 2048 else min(repeats, 3)})
+        for row in compare(ways, repeats=records[-1]["repeats"]):
             rows.append({"tokens": n_tokens, **row, "peak_gib": peaks[row["way"]]})
-    return Result("sinks_cost", rows, run_record(subject.record(), repeats=repeats))
+    # the first passage's record, and what differs by length
+    by_length = {name: [record[name] for record in records] for name in ("n_tokens", "repeats")}
+    return Result("sinks_cost", rows, run_record(records[0] | by_length))
 
 
 @torch.no_grad()
@@ -80,10 +83,8 @@ def _peak_bytes() -> int:
 def main(model: str, tokens: tuple[int, ...], text: str, repeats: int, save: bool) -> None:
     """Print the table and keep it."""
     result = run(model, list(tokens), text=text, repeats=repeats)
-    emit(result, format_="table", out=None, columns=list(result.rows[0]))
-    if save:
-        result.save("results/sinks_cost")
+    show(result, save=save)
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

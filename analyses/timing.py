@@ -5,8 +5,9 @@ Machines are shared and their speed drifts: a ratio of neighbours in time says m
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from kvprobe.bench import Timing
 from kvprobe.results import Row
 
 
@@ -24,11 +25,16 @@ def compare(ways: Mapping[str, Callable[[], object]], *, repeats: int = 7, warm_
         for name, run in ways.items():
             started = time.perf_counter()
             run()
-            times[name].append(1e3 * (time.perf_counter() - started))
+            times[name].append(time.perf_counter() - started)
     reference = times[next(iter(ways))]
     rows = []
     for name, taken in times.items():
-        low, median, high = statistics.quantiles(taken, n=4)
         ratio = statistics.median(mine / its for mine, its in zip(taken, reference, strict=True))
-        rows.append({"way": name, "ms_median": median, "ms_low": low, "ms_high": high, "ratio": ratio})
+        rows.append({"way": name, **in_ms(taken), "ratio": ratio})
     return rows
+
+
+def in_ms(seconds: Sequence[float]) -> Row:
+    """The median and the quartiles of what was timed, ``ms_median, ms_low, ms_high``."""
+    timing = Timing(tuple(seconds))
+    return {"ms_median": 1e3 * timing.median, "ms_low": 1e3 * timing.low, "ms_high": 1e3 * timing.high}

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analyses.common import show
+from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe.bench import cores
 from kvprobe.cells import config_of
@@ -73,7 +73,7 @@ def _llama(config: DecoderConfig) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=config.vocab,
@@ -113,4 +113,4 @@ def main(kv_heads: int, threads: int | None, repeats: int, save: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -9,12 +9,13 @@ positions, sinks in addition. Published: 0 sinks 8.25 (perplexity 3842), 1 sink 
 3.58 (36) on the 511 targets 513 to 1023 of 1,024 tokens without BOS. The other sink choices ask what that rests on.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from analyses.common import show
+from analyses.common import script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import window
 from kvprobe.progress import Progress, silent
@@ -38,16 +39,18 @@ def run(
     progress: Progress = silent,
 ) -> Result:
     """The rows of ``kvprobe window``: the full pass, then each window and number of sinks for each choice of them."""
+    started = time.perf_counter()
     subject = prepare(model, text=text, tokens=tokens, progress=progress)
     shared: dict[str, Any] = {"windows": windows, "score_from": score_from, "seed": seed, "progress": progress}
     first, *others = choices
     result = window.run(subject, sinks=sinks, sink_choice=first, **shared)
-    rows, run_of_all = result.rows, result.run | {"sink_choice": [*choices]}
+    rows = result.rows
     for choice in others:
         # the full pass and the rows without sinks are the same for every choice
         if some := [n for n in sinks if n]:
             rows = rows + window.run(subject, sinks=some, sink_choice=choice, **shared).rows[1:]
-    return Result("window", rows, run_of_all)
+    of_all = {"sink_choice": [*choices], "wall_s": round(time.perf_counter() - started, 3)}
+    return Result("window", rows, result.run | of_all)
 
 
 @click.command(help=__doc__)
@@ -67,4 +70,4 @@ def main(model: str, save: bool, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -11,8 +11,8 @@ from functools import partial
 
 import click
 
+from analyses.common import script, show
 from analyses.timing import compare
-from kvprobe.console import emit
 from kvprobe.results import Result, run_record
 from kvprobe.scoring import token_losses
 from kvprobe.subject import Subject, prepare
@@ -47,7 +47,8 @@ def run(
         f"window {RECOMPUTE_WINDOW}, recompute": partial(_recompute, subject, score_from),
     }
     rows += compare(fresh, repeats=recompute_repeats, warm_up=0)[1:]
-    return Result("window_cost", rows, run_record(subject.record(), repeats=repeats))
+    settings = {"repeats": repeats, "recompute_repeats": recompute_repeats, "n_sink": n_sink, "score_from": score_from}
+    return Result("window_cost", rows, run_record(subject.record(), settings))
 
 
 def _losses(subject: Subject, score_from: int, window: int = 0, n_sink: int = 0, by_slot: bool = False) -> None:
@@ -73,10 +74,8 @@ def _recompute(subject: Subject, score_from: int) -> None:
 def main(model: str, text: str, repeats: int, save: bool) -> None:
     """Print the table and keep it."""
     result = run(model, text=text, repeats=repeats)
-    emit(result, format_="table", out=None, columns=list(result.rows[0]))
-    if save:
-        result.save("results/window_cost")
+    show(result, save=save)
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

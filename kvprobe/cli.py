@@ -180,11 +180,16 @@ def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **m
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0, 1 for what the user can mend, 2 for usage, 130 for Ctrl-C."""
+    """Run the command line and exit."""
+    run(cli, arguments, name="kvprobe")
+
+
+def run(command: click.Command, arguments: list[str] | None = None, *, name: str) -> None:
+    """Run ``command`` as a program and exit: 0, 1 for what the user can mend, 2 for usage, 130 for Ctrl-C."""
     settle()
     interrupts = _noted_interrupts()
     try:
-        status = cli.main(args=arguments, prog_name="kvprobe", standalone_mode=False)
+        status = command.main(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except BaseException as error:
         # Ctrl-C inside an import of a library can come out as any error of that library's own, and a panic of one that

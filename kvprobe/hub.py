@@ -77,12 +77,18 @@ def cached_models() -> list[dict[str, Any]]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory; empty if there are none or one of them is missing."""
+    """The safetensors files of a model directory; empty if there are none or one of them is missing.
+
+    Raises KvprobeError where their index is damaged.
+    """
     index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise KvprobeError(f"{index.name} in {directory.name} is damaged ({why}): fetch it again") from error
     files = [directory / name for name in names]
     return files if all(file.is_file() for file in files) else []
 

@@ -30,7 +30,7 @@ class Found:
     name: str
     """As shown: a catalogue name, a hub id, or a file's or directory's base name; never a path."""
     source: str
-    """``pulled``, ``directory``, ``gguf`` or ``hub``."""
+    """``directory``, ``gguf`` or ``hub``, or of a pulled model the file that it was made from."""
     revision: str
     """Of the hub: the commit. Otherwise ``manifest:`` or ``sample:`` and 16 hexadecimal digits, see `revision_of`."""
 
@@ -77,7 +77,7 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
     found = find(name, progress=progress)
     config = _config(found)
     spec = _spec(found, config)
-    files = _weight_files(found)
+    files = hub.weight_files(found.directory)
     if not files:
         _refuse_pickles(found)
     import torch
@@ -120,7 +120,8 @@ def find(name: str, *, only_config: bool = False, progress: Progress = silent) -
             raise KvprobeError(f"{name} is a tokenizer without weights; {_here()}")
         if not pull.is_pulled(name):
             raise KvprobeError(f"{name} is not on this machine yet: fetch it with `kvprobe pull {name}`")
-        return _found(pull.place(name), name, "pulled")
+        made_from = ", ".join(source.name for source in pull.CATALOGUE[name].sources)
+        return _found(pull.place(name), name, f"pulled: {made_from}")
     if path.is_dir():
         return _found(path, path.resolve().name, "directory")
     if path.suffix == ".gguf":
@@ -274,13 +275,6 @@ def _spec(found: Found, config: dict[str, Any]) -> Spec:
         ) from error
 
 
-def _weight_files(found: Found) -> list[Path]:
-    try:
-        return hub.weight_files(found.directory)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise KvprobeError(f"model.safetensors.index.json of {found.name} is damaged: {_first_line(error)}") from error
-
-
 def _refuse_broken(name: str, model: Any) -> None:
     import torch
 
@@ -300,7 +294,7 @@ def device_for(device: str | None) -> "torch.device":
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
     try:
         place = torch.device(str(device))
-        torch.empty(1, device=place)
+        torch.empty(1, device=place).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise KvprobeError(

@@ -149,7 +149,11 @@ def test_another_file_is_compared_tensor_by_tensor(shaped, tmp_path, monkeypatch
     assert f"{len(tensors) - 2} of {len(tensors) - 2} tensors agree" in found.because
 
 
-def test_trust_is_for_weights_that_were_trained_and_the_right_tokenizer(shaped, tmp_path):
+def test_trust_is_for_weights_that_were_trained_and_the_right_tokenizer(shaped, tmp_path, monkeypatch):
+    narrow = identify(str(shaped), trust=True)
+    assert not narrow.is_gpt2
+    assert narrow.because.endswith("and its shape is not GPT-2's")
+    monkeypatch.setitem(identity.SHAPE, "hidden_size", 144)
     assert identify(str(shaped), trust=True).because.endswith("but --trust says that they are GPT-2's")
     drawn = tmp_path / "drawn"
     shutil.copytree(shaped, drawn)
@@ -190,6 +194,8 @@ def test_training_is_compared_where_it_was_run_whole(tmp_path):
         ({"protocol": "a smaller one"}, "not of the published protocol"),
         ({"corpus": "mine.txt"}, "not of the published protocol"),
         ({"uptrain": 0.1}, "not of the published protocol"),
+        ({"summary": [{}]}, "cannot be read"),
+        ({"summary": 7}, "cannot be read"),
     ):
         Result("gqa", summary, run | change).save(tmp_path / "gqa")
         with pytest.raises(KvprobeError, match=words):
@@ -203,7 +209,9 @@ def test_what_needs_no_weights_agrees_and_the_rest_says_why_not(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     # what Hugging Face's caches hold is not published, and takes forwards of 124 million weights
     monkeypatch.setattr(holders, "_foreign", lambda *_: iter(()))
-    done = CliRunner().invoke(reproduce.main, [str(tmp_path / "nosuch"), "--quick", "--save"])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "gpt2"}')
+    done = CliRunner().invoke(reproduce.main, [str(tmp_path / "empty"), "--quick", "--save"])
     assert done.exit_code == 0, done.output
     result = Result.from_json((tmp_path / "results" / "reproduce.json").read_text())
     verdicts = {(row["block"], row["what"]): row["verdict"] for row in result.rows}
@@ -215,9 +223,30 @@ def test_what_needs_no_weights_agrees_and_the_rest_says_why_not(tmp_path, monkey
             (row["ours"] is None) == (row["verdict"] == "not run here") == bool(row["ours"] is None and row["because"])
         )
     reasons = {row["block"]: row["because"] for row in result.rows if row["verdict"] == "not run here"}
-    assert "there is no directory" in reasons["sinks"]
+    assert reasons["sinks"] == "empty is not taken for GPT-2: it has no weights in safetensors"
+    assert str(tmp_path) not in result.to_json()
     assert "GPU that the text does not name" in reasons["end_to_end"] or "JAX" in reasons["end_to_end"]
     assert f"{len(result.rows)} published figures" in done.output
-    missing = CliRunner().invoke(reproduce.main, ["gpt2", "--reference", str(tmp_path / "nosuch")])
-    assert missing.exit_code == 1
-    assert "there is no reference nosuch" in missing.output
+
+
+def test_what_is_mistyped_is_the_users_to_mend_and_no_reason_to_leave_rows_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce.Bench, "blocks", None)
+    with pytest.raises(KvprobeError, match="there is no reference nosuch"):
+        reproduce.run("gpt2", reference=str(tmp_path / "nosuch"))
+    with pytest.raises(KvprobeError, match=r"there is no directory .*nosuch: name the one that GPT-2's weights are in"):
+        reproduce.run(str(tmp_path / "nosuch"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("model.safetensors", b"junk"), ("model.safetensors", b""), ("model.safetensors.index.json", b"{")],
+)
+def test_damaged_weights_are_nobodys(shaped, tmp_path, monkeypatch, name, content):
+    monkeypatch.setitem(identity.SHAPE, "hidden_size", 144)
+    directory = tmp_path / "damaged"
+    shutil.copytree(shaped, directory)
+    if name.endswith("json"):
+        (directory / "model.safetensors").unlink()
+    (directory / name).write_bytes(content)
+    with pytest.raises(KvprobeError, match=r"damaged|no safetensors file"):
+        identify(str(directory), trust=True)
