@@ -164,7 +164,10 @@ def test_the_cost_benchmarks_time_every_way_against_the_plain_pass(llama, monkey
 
 def test_an_analysis_tells_errors_in_one_line():
     done = subprocess.run(
-        [sys.executable, "-m", "analyses.window", "/nope/x"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "analyses.window", "/nope/x", "--text", "bundled"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
