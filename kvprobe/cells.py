@@ -28,6 +28,7 @@ from kvprobe.store import alone, disk_error
 from kvprobe.training import Plan, restore_weights, seeded, train, validate, weights_of
 
 FORMAT = 1
+UPTRAINED = ("loss_before", "loss_pooled", "uptrain_steps", "loss_after")
 PATIENCE = 2.0  # seconds between looks at a cell that another process trains
 
 
@@ -212,7 +213,7 @@ def _whole(kept: dict[str, Any], cell: Cell) -> bool:
     return (
         kept["identity"] == cell.identity
         and expected.items() <= row.items()
-        and len(row) == (5 if cell.parent is None else 9)
+        and row.keys() == {*expected, "best_val_loss", *(() if cell.parent is None else UPTRAINED)}
         and validations[-1][0] == cell.plan.steps
         and row["best_val_loss"] == min(loss for _, loss in validations)
         and all(math.isfinite(loss) for loss in losses)

@@ -202,5 +202,7 @@ def test_a_configuration_that_counts_what_cannot_be_is_refused(changed, says):
     whole = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
     whole |= {"vocab_size": 99, "intermediate_size": 64}
     assert Spec.from_config(whole).n_kv_heads == 4
+    # as Gemma 3n has it, a width a layer
+    assert Spec.from_config(whole | {"model_type": "unheard_of", "intermediate_size": [64, 64]}).n_layers == 2
     with pytest.raises(UnsupportedModelError, match=says):
         Spec.from_config(whole | changed)

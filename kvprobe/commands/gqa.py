@@ -61,19 +61,22 @@ def command(model: str | None, **options: Any) -> None:
 
     Trains the published small GPT once for every head count and seed, and tests each head count for equivalence to
     multi-head (TOST), which must be among them. Pairs are of one seed: the same batches in the same order, weights
-    drawn for each model by itself. HOURS on two cores: finished models are kept in kvprobe's directory and not trained
-    again, and an interrupted one goes on from about a minute before. The text is cut into windows of 128 characters
-    and the one that follows, so that a token is a character.
+    drawn for each model by itself. It takes hours on two cores: finished models are kept in kvprobe's directory and
+    not trained again, and an interrupted one goes on from about a minute before. The text is cut into windows of 128
+    characters and the one that follows, so that a token is a character.
 
     \b
-    Columns: best_val_loss          lowest of the validations every 100 steps, nat per token (these small models soon
-                                    overfit); with --pool the passage's loss, nothing validated or chosen
+    Columns: best_val_loss          lowest of all validations, nat per token: small models soon overfit
              attention_params       of one layer's four projections
-             cache_bytes_per_token  of one token in all layers, float32; with --pool at --dtype
-             best_step, last_val_loss    where the lowest was, and what the last one is (json, csv)
-             loss_before/_pooled/_after  with --uptrain: of the multi-head model after its last step, pooled, trained
-                                         on; best_val_loss is then of the validations after pooling
-             perplexity, delta      with --pool: delta is the loss beyond that of the model as it is, low to high 95 %
+             cache_bytes_per_token  of one token in all layers, float32
+             best_step              where the lowest was (json, csv)
+             last_val_loss          of the validation after the last step (json, csv)
+    --uptrain: loss_before          of the multi-head model after its last step
+             loss_pooled            of the same with its heads pooled
+             loss_after             trained on; best_val_loss is then of the validations after pooling
+    --pool:  best_val_loss          the passage's loss, nothing validated or chosen
+             cache_bytes_per_token  at --dtype
+             delta                  loss beyond that of the model as it is, delta_low to delta_high 95 %
     Verdicts: equivalent  the 90 % interval of the difference lies within the margin
               different   it lies wholly beyond the margin
               undecided   neither: more seeds are needed

@@ -5,18 +5,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvprobe.plots.style import (
-    COLOURS,
-    DOTS,
-    INK,
-    LINES,
-    MARKERS,
-    TWO_COLUMNS,
-    legend_above,
-    panels,
-    styled,
-    titled,
-)  # fmt: skip
+from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, TWO_COLUMNS, legend_above, panels, styled, titled
 from kvprobe.results import Row
 
 # phase -> colour, marker and dashes
