@@ -60,8 +60,17 @@ class Loaded:
             "device": self.device,
             "gpu": torch.cuda.get_device_name() if self.device.startswith("cuda") else None,
             "threads": torch.get_num_threads(),
+            "autocast": _autocast(self.device),
             "family": self.spec.family,
         }
+
+
+def _autocast(device: str) -> str | None:
+    """The dtype that torch.autocast computes in at this moment, on whatever kind of device; None where it is off."""
+    import torch
+
+    kind = device.partition(":")[0]
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if torch.is_autocast_enabled(kind) else None
 
 
 def load(name: str, *, dtype: str = "float32", device: str | None = None, progress: Progress = silent) -> Loaded:
