@@ -17,9 +17,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvprobe.attention import AttentionCall, Turn
+from kvprobe.attention_layers import attention_modules, configs_of, decoder_of, entrances, family_of
+from kvprobe.call_arguments import read_call
 from kvprobe.errors import KvprobeError, NotIntercepted
-from kvprobe.layers import attention_modules, configs_of, decoder_of, entrances, family_of
-from kvprobe.reading import read_call
 
 Attend = Callable[[AttentionCall], Tensor]
 

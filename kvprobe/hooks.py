@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe.attention import AttentionCall, Turn
+from kvprobe.attention_layers import attention_layers, family_of
 from kvprobe.blocks import Attend, Block, bypassed
 from kvprobe.errors import NotIntercepted
-from kvprobe.layers import attention_layers, family_of
 from kvprobe.rope import Rope
 
 __all__ = ["Attend", "AttentionCall", "Captured", "attending", "capture", "family_of", "once", "rope_of"]

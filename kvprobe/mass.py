@@ -94,8 +94,8 @@ def measure(
     UnsupportedModelError where keys are not one a token.
     """
     # arithmetic knows no transformers until a model is really measured
+    from kvprobe.attention_layers import attention_layers
     from kvprobe.hooks import attending, family_of, once
-    from kvprobe.layers import attention_layers
 
     length = input_ids.shape[-1]
     if not 0 <= queries_from < length:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe.attention import AttentionCall
+from kvprobe.attention_layers import decoder_of, family_of
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.hooks import attending
-from kvprobe.layers import decoder_of, family_of
 from kvprobe.rope import Rope
 
 # the same tokens at positions 0 to 5 and 37 to 42: relative positions are the same, so hidden states are too

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from kvprobe import mass, rope_finding, windows
 from kvprobe.attention import AttentionCall
+from kvprobe.call_arguments import read_call
 from kvprobe.errors import KvprobeError, NotIntercepted, UnsupportedModelError
 from kvprobe.hooks import attending, capture, rope_of
 from kvprobe.lowrank import View
 from kvprobe.masks import window_keep
-from kvprobe.reading import read_call
 from tiny import SPECIAL, WINDOW, tiny_ids, tiny_model
 
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "minimax_m3_vl_text")
