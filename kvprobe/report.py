@@ -252,6 +252,7 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
 
 
 def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+    from kvprobe import busy
     from kvprobe.experiments import latency
     from kvprobe.plots.latency import figure
 
@@ -269,7 +270,10 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
             *([f"A row above 100 %: {latency.ABOVE}."] if unsaid else []),
         ],
         "pictures": _both(lambda width: figure(result.rows, run, width=width, title=False)),
-        "caption": "Milliseconds a token by context, with a cache and without, and both under the machine's own roof.",
+        "caption": busy.said(
+            "Milliseconds a token by context, with a cache and without, and both under the machine's own roof", run
+        )
+        + ".",
         "columns": [
             Column("phase", "phase"),
             Column("context", "context (tokens)"),
@@ -282,6 +286,7 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
             Column("fraction_of_ceiling", "of what that allows", lambda value: f"{value:.0%}"),
         ],
         "rows": result.rows,
+        "warnings": [f"{line[0].upper()}{line[1:]}." for line in busy.lines(run)],
         "record": run,
     }
 

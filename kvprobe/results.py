@@ -99,12 +99,14 @@ class Result:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the rows as a table, each text escaped."""
+        from kvprobe.busy import said
         from kvprobe.page import Column, table
 
         some = self.rows[:SHOWN_ROWS]
         more = f", and {len(self.rows) - len(some):,} more rows" if len(some) < len(self.rows) else ""
         columns = [Column(name, name) for name in self.rows[0]]
-        return table(columns, some, caption=f"{self.analysis}, {self.run.get('model', 'no model')}{more}")
+        caption = said(f"{self.analysis}, {self.run.get('model', 'no model')}{more}", self.run)
+        return table(columns, some, caption=caption)
 
 
 def _no_number(name: str) -> float:

@@ -144,6 +144,8 @@ def test_the_latency_sentence_is_of_the_longest_context():
     assert latency.sentence(Result("latency", rows[:1], RUN)) == "m: naive at 128 tokens takes 40.0 ms"
     above = [row("cached", 128, 9) | {"fraction_of_ceiling": 1.09}]
     assert "; with it, more than was measured of its memory: " in latency.sentence(Result("latency", above, RUN))
+    loaded = latency.sentence(Result("latency", rows, RUN | {"busy": ["other work"]}))
+    assert loaded == f"{said}; busy machine, not to be quoted"
 
 
 @pytest.mark.parametrize(

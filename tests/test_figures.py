@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from figures import __main__ as every
 from figures import _paper
+from figures import latency as latency_figure
 from figures import lowrank as lowrank_figure
 from figures import window as window_figure
 from figures._paper import Picture
@@ -332,6 +333,21 @@ def test_the_roof_is_the_ceilings_and_the_marks_are_the_rows():
     assert y[0] == pytest.approx(10 * x[0])
     marks = {line.get_label(): line.get_xydata().tolist() for line in ax.lines[2:]}
     assert marks == {"cached": [[0.5, pytest.approx(500)]], "prefill": [[50.0, pytest.approx(1000 / 9)]]}
+
+
+@pytest.mark.parametrize("title", [False, True])
+def test_a_busy_machine_stands_on_the_picture_with_a_title_or_without(title):
+    loaded = RUN | {"busy": ["other work used 1.00 of 2 cores while it was timed"]}
+    pictures = {"latency": latency.figure, "roofline": roofline.figure}
+    for name, figure in pictures.items():
+        above = [figure(RESULTS[name], run, width=6.9, title=title).get_suptitle() for run in (RUN, loaded)]
+        assert above[0].startswith("tiny") is title
+        assert "busy" not in above[0]
+        # broken to the width of the picture
+        assert " ".join(above[1].split()).endswith("busy machine, not to be quoted")
+    on_paper = latency_figure.draw(Result("latency", LATENCY, loaded), 3.35)
+    assert on_paper.get_suptitle() == "busy machine, not to be quoted"
+    assert latency_figure.draw(Result("latency", LATENCY, RUN), 3.35).get_suptitle() == ""
 
 
 def test_bytes_held_are_the_rows():

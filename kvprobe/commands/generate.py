@@ -63,7 +63,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
     import time
 
-    from kvprobe import fast, passages
+    from kvprobe import busy, fast, passages
     from kvprobe.console import emit, notice, progress_bar
     from kvprobe.decoder import from_hf
     from kvprobe.generate import Generation, Sampling, pieces, stream
@@ -107,9 +107,12 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         return str(loaded.tokenizer.decode([*token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     shown = options["format_"] == "table" and options["out"] is None
-    for piece in chain([prompt], pieces(tokens(), spell), ["\n"]):
-        if shown:
-            click.echo(piece, nl=False)
+    watch = busy.Watch()
+    with watch.span():
+        for piece in chain([prompt], pieces(tokens(), spell), ["\n"]):
+            if shown:
+                click.echo(piece, nl=False)
+    load = watch.record(device=loaded.device)
     generation = Generation.of(steps, cache)
     row = {
         "prompt": prompt,
@@ -126,6 +129,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     if options["format_"] != "table":
         run = run_record(
             loaded.record(),
+            load,
             **{
                 key: options[key]
                 for key in ("bos", "max_new_tokens", "temperature", "top_k", "top_p", "window", "seed")
@@ -141,7 +145,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         emit(Result("generate", [row], run), format_=options["format_"], out=options["out"], columns=())
     elif options["out"] is not None:
         write_whole(options["out"], f"{prompt}{row['text']}\n")
-    notice(_summary(generation, len(ids)), quiet=options["quiet"])
+    notice(busy.said(_summary(generation, len(ids)), load), quiet=options["quiet"])
 
 
 def _names_a_model(word: str) -> bool:

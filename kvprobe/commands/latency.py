@@ -71,8 +71,9 @@ def command(model: str, **options: Any) -> None:
     """How long does a token take, with a KV cache and without, and how near is that to what the machine allows?
 
     The machine's own ceilings are measured beside: the best rate at which real kernels read memory, and multiply
-    matrices in this dtype. Token ids are random; time does not depend on them. prefill and naive are timed with the
-    first --batch; for the others the decode step alone.
+    matrices in this dtype. So is what else the machine did meanwhile: figures of a busy one are marked, not to be
+    quoted. Token ids are random; time does not depend on them. prefill and naive are timed with the first --batch; for
+    the others the decode step alone.
 
     \b
     Columns: phase        naive: everything read again for one token; cached: one decode step; prefill: a whole prompt
@@ -91,6 +92,7 @@ def command(model: str, **options: Any) -> None:
       kvprobe latency gpt-124m --random-weights --end-to-end --naive-samples 8
       kvprobe latency smollm2-135m --no-compile       what compiling brings
     """
+    from kvprobe import busy
     from kvprobe.console import emit, notice, progress_bar, save_plot
     from kvprobe.experiments import latency
     from kvprobe.results import Result
@@ -105,6 +107,10 @@ def command(model: str, **options: Any) -> None:
     rows, run = result.rows, result.run
     for note in run["notes"]:
         notice(note, quiet=options["quiet"])
+    if options["format_"] != "table":
+        # of a table it is a part
+        for line in busy.lines(run):
+            notice(line, quiet=options["quiet"])
     shown = Result("latency", _readable(rows), run) if options["format_"] == "table" else result
     emit(shown, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(rows, run))
     if options["plot"]:
@@ -118,10 +124,12 @@ def _readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
+    from kvprobe import busy
     from kvprobe.experiments.latency import ABOVE
 
     lines = [
         "",
+        *busy.lines(run),
         f"{run['model']} ({run['source']}), {run['dtype']}, {run['device']}: the machine reads "
         f"{run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s, "
         f"ridge point {run['ridge_point']:.1f} FLOP/B",

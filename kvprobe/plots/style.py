@@ -100,7 +100,9 @@ def legend_above(ax: Axes, *, ncols: int = 2, narrow: int = 2, handles: Sequence
 
 
 def titled(figure: Figure, text: str) -> Figure:
-    """``figure`` with ``text`` above it, broken to its width; a name is never read as mathematics."""
+    """``figure`` with ``text``, if any, above it, broken to its width; a name is never read as mathematics."""
+    if not text:
+        return figure
     # a character of 8 points takes a little over 0.06 inches
     lines = textwrap.wrap(text, max(20, round(figure.get_figwidth() / 0.066)))
     figure.suptitle("\n".join(lines), fontsize=8, color=INK, parse_math=False)
