@@ -156,7 +156,7 @@ def test_losses_and_intervals_are_the_rows_one_line_a_basis():
     bars = [segment[:, 1].tolist() for part in ax.collections for segment in part.get_segments()]
     assert bars == [pytest.approx(ends) for ends in ([3.3, 3.6], [2.9, 3.2], [3.8, 4.1], [3.2, 3.5])]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        "not truncated", "oracle: the scored tokens", "held-out text",
+        "not truncated", "oracle: the scored tokens", "heldout: later tokens of the same text",
     ]  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def test_a_lowrank_record_remakes_its_table(subject):
     names = ("ranks", "of", "stage", "basis", "score_from", "allocate", "seed")
     again = lowrank.run(subject, **{name: run[name] for name in names}, center=run["centered"])
     assert again.rows == result.rows
-    assert "a basis of other text" in lowrank.sentence(result)
+    assert "a basis of later tokens of the same text" in lowrank.sentence(result)
     with pytest.raises(ValueError, match="basis heldout, got basis oracle"):
         lowrank.run(subject, fit_text=subject.text)
 
