@@ -32,9 +32,8 @@ BYTES_A_CHARACTER = 64
 class Corpus:
     """Ids of one text and how they are split. ``ids`` is int64 ``[n]``; a window is ``length`` ids and the one after.
 
-    ``kind`` says how the text became ids, ``vocab`` how many ids there are; ``name``, ``sha256`` and
-    ``cut`` are the text's.
-    Raises KvprobeError where the text has fewer windows than ``n_train + n_valid``, and for an id outside the
+    ``kind`` says how the text became ids, ``vocab`` how many ids there are; ``name``, ``sha256`` and ``cut`` are the
+    text's. Raises KvprobeError where the text has fewer windows than ``n_train + n_valid``, and for an id outside the
     vocabulary; ValueError for sizes below 1.
     """
 

@@ -348,7 +348,7 @@ def test_the_relief_map_is_the_rows_and_its_front_the_flagged_ones():
     ax = relief.draw(RELIEF, axes())
     marks = {name: (x, y) for name, (x, y, _) in bars_of(ax).items()}
     assert marks["as it is"] == ([4096.0], [3.0])
-    assert marks["rank, basis of later tokens of the text"] == ([2048.0], [3.4])
+    assert marks["rank, basis of later tokens of the same text"] == ([2048.0], [3.4])
     (front,) = (line for line in ax.lines if line.get_label().startswith("front"))
     assert front.get_xydata().tolist() == [[1024, 3.2], [2000, 3.1], [4096, 3.0]]
     assert sorted(text.get_text() for text in ax.texts) == ["4", "4", "8"]
