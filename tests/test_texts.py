@@ -57,9 +57,9 @@ def test_a_device_that_has_no_text_is_refused_at_its_first_block(n_bytes):
 
 
 def test_an_endless_stream_is_read_as_far_as_needed_and_says_so(endless, letters):
-    text = read_text("-", n_bytes=100_000)
-    # two blocks hold 100,000 bytes, and a third shows that it goes on
     n_read = 2 * BLOCK
+    text = read_text("-", n_bytes=n_read)
+    # a third block shows that it goes on
     assert endless.taken == 3 * BLOCK
     assert (text.text, text.sha256) == ("y\n" * BLOCK, sha256(b"y\n" * BLOCK))
     assert str(text.cut) == "cut: 131,072 bytes of a stream that goes on"
