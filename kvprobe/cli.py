@@ -124,7 +124,7 @@ def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callab
             "--text",
             default="bundled",
             show_default=True,
-            help="A UTF-8 file, - for standard input, or a name: bundled, time-machine.",
+            help="A UTF-8 file, - for standard input, or a name: bundled, time-machine, manual.",
         ),
         click.option(
             "--tokens",
@@ -138,7 +138,7 @@ def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callab
             type=click.Choice(["auto", "add", "drop"]),
             default="auto",
             show_default=True,
-            help="Begin-of-sequence token: as the tokenizer does by itself, always, or never.",
+            help="Begin-of-sequence token: as the tokenizer does by itself, always, or none but the text's own.",
         ),
     )
 
@@ -173,10 +173,15 @@ def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **m
 
     ``more`` goes to :func:`kvprobe.subject.prepare` too, and before the options.
     """
+    from kvprobe.console import notice
+    from kvprobe.passages import notices
     from kvprobe.subject import prepare
 
     given = {name: options[name] for name in ("text", "tokens", "bos", "dtype", "device")}
-    return prepare(model, **(given | more), progress=progress)
+    subject = prepare(model, **(given | more), progress=progress)
+    for said in notices(subject.passage):
+        notice(said, quiet=options["quiet"])
+    return subject
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -281,7 +281,7 @@ def test_losses_by_rank_are_the_rows():
     x, y, ends = drawn["oracle: the scored tokens"]
     assert x == pytest.approx([4 * 0.99, 16 * 0.99])
     assert (y, ends) == ([4.0, 3.5], [(3.75, 4.5), (3.25, 4.0)])
-    assert drawn["held-out text"][1:] == ([5.0], [(4.75, 5.5)])
+    assert drawn["heldout: later tokens of the same text"][1:] == ([5.0], [(4.75, 5.5)])
     assert ax.lines[0].get_ydata()[0] == 3.0
 
 
@@ -364,7 +364,7 @@ def test_the_relief_map_is_the_rows_and_its_front_the_flagged_ones():
     ax = relief.draw(RELIEF, axes())
     marks = {name: (x, y) for name, (x, y, _) in bars_of(ax).items()}
     assert marks["as it is"] == ([4096.0], [3.0])
-    assert marks["rank, basis of other text"] == ([2048.0], [3.4])
+    assert marks["rank, basis of later tokens of the same text"] == ([2048.0], [3.4])
     (front,) = (line for line in ax.lines if line.get_label().startswith("front"))
     assert front.get_xydata().tolist() == [[1024, 3.2], [2000, 3.1], [4096, 3.0]]
     assert sorted(text.get_text() for text in ax.texts) == ["4", "4", "8"]

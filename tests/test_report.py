@@ -313,6 +313,21 @@ def test_a_notebook_sees_an_escaped_table_and_how_many_rows_more_there_are():
     assert "<caption>latency, tiny; busy machine, not to be quoted</caption>" in loaded._repr_html_()
 
 
+def test_the_rank_section_tells_later_tokens_of_the_text_from_another_text(measured):
+    found = measured["rank"]
+    bases = ["oracle", "heldout: later tokens of the same text", "heldout: another text (manual)"]
+    assert [*dict.fromkeys(row["basis"] for row in found.rows)] == bases
+    for sentence, words in zip(
+        found.sentences, ("an oracle", *(base.split(": ")[1] for base in bases[1:])), strict=True
+    ):
+        assert words in sentence
+    # each is a line of its own, over the same ranks
+    n_ranks = len({row["rank"] for row in found.rows}) - 1
+    assert len(found.rows) == 1 + 3 * n_ranks
+    (_, *lines) = found.pictures[0].axes[0].get_legend_handles_labels()[1]
+    assert lines == ["oracle: the scored tokens", *bases[1:]]
+
+
 def test_window_sentences_are_those_of_the_rows(measured):
     found = measured["window"]
     said = found.sentences[0]

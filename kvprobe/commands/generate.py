@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from kvprobe.caches import KVCache
     from kvprobe.decoder import Decoder
     from kvprobe.generate import Generation
-    from kvprobe.passages import Bos
 
 DEFAULT_SINKS = 4
+MOST_PROMPT = 1 << 24
 
 
 @click.command("generate", short_help="Continue a prompt with our own decoder and KV cache.")
@@ -36,7 +36,7 @@ DEFAULT_SINKS = 4
     type=click.Choice(["auto", "add", "drop"]),
     default="auto",
     show_default=True,
-    help="Begin-of-sequence token: as the tokenizer does by itself, always, or never.",
+    help="Begin-of-sequence token: as the tokenizer does by itself, always, or none but the prompt's own.",
 )
 @common
 def command(arguments: tuple[str, ...], **options: Any) -> None:
@@ -68,15 +68,21 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     from kvprobe.decoder import from_hf
     from kvprobe.generate import Generation, Sampling, pieces, stream
     from kvprobe.results import Result, run_record, write_whole
+    from kvprobe.texts import Text, check_utf8
 
     started = time.perf_counter()
     sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"], top_p=options["top_p"])
     if prompt == "-":
-        prompt = passages.read_text("-").text.removesuffix("\n")
+        prompt = _from_standard_input()
+    check_utf8("the prompt", prompt)
     with progress_bar(options["quiet"]) as progress:
         loaded = load_model(name, options, progress)
     decoder = from_hf(loaded.model)
-    ids = _prompt_ids(loaded.tokenizer, prompt, options["bos"])
+    # one BOS policy for passages and prompts
+    passage = passages.whole(loaded.tokenizer, Text("the prompt", "", prompt), bos=options["bos"])
+    for said in passages.notices(passage):
+        notice(said, quiet=options["quiet"])
+    ids = passage.ids.tolist()
     cache = _cache(decoder, ids, options)
     start_up = time.perf_counter()
     stepper = None if cache is None else fast.stepper(decoder, cache)
@@ -134,6 +140,8 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
                 key: options[key]
                 for key in ("bos", "max_new_tokens", "temperature", "top_k", "top_p", "window", "seed")
             },
+            has_bos=passage.has_bos,
+            **({"bos_in_text": True} if passage.bos_in_text else {}),
             n_sink=None if options["window"] is None else _sinks(options),
             positions=None if options["window"] is None else _positions(decoder, options),
             cache=not options["no_cache"],
@@ -181,10 +189,14 @@ def _cache(decoder: "Decoder", ids: list[int], options: dict[str, Any]) -> "KVCa
     return decoder.rolling_cache(options["window"], n_sink=_sinks(options), positions=positions)
 
 
-def _prompt_ids(tokenizer: Any, prompt: str, bos: "Bos") -> list[int]:
-    from kvprobe.passages import front_ids  # one BOS policy for passages and prompts
+def _from_standard_input() -> str:
+    from kvprobe.errors import KvprobeError
+    from kvprobe.texts import read_text
 
-    return [*front_ids(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]]
+    read = read_text("-", n_bytes=MOST_PROMPT)
+    if read.cut is not None:
+        raise KvprobeError(f"the prompt on standard input is {read.cut}; give one of at most {MOST_PROMPT:,} bytes")
+    return read.text.removesuffix("\n")
 
 
 def _eos(loaded: Any) -> list[int]:

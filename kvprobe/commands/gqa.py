@@ -109,7 +109,7 @@ def _train(options: dict[str, Any]) -> Any:
 
     from kvprobe.cells import Shelf
     from kvprobe.console import notice, progress_bar
-    from kvprobe.corpus import characters
+    from kvprobe.corpus import characters, enough
     from kvprobe.experiments import gqa
     from kvprobe.models import device_for
     from kvprobe.store import home
@@ -127,7 +127,8 @@ def _train(options: dict[str, Any]) -> Any:
     seeds = range(options["seed"], options["seed"] + options["seeds"])
     try:
         with progress_bar(quiet) as progress:
-            text = read_text(options["corpus"], progress=progress)
+            n_bytes = enough(n_train + n_valid, protocol.length)
+            text = read_text(options["corpus"], n_bytes=n_bytes, progress=progress)
             corpus = characters(text, length=protocol.length, n_train=n_train, n_valid=n_valid)
             if options["quick"]:
                 notice(f"--quick is {gqa.words_of(protocol, corpus)}", quiet=quiet)
