@@ -10,6 +10,7 @@ from kvprobe.errors import KvprobeError
 from kvprobe.models import Loaded
 from kvprobe.passages import Bos, Passage, Text
 from kvprobe.progress import Progress, silent
+from kvprobe.tokenizing import guarded
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def prepare(
     if tokens is None:
         progress(f"tokenising {read.name}", 0, None)
         # as one piece: a tokenizer that puts a space before the text would put one before every piece
-        content = loaded.tokenizer(read.text, add_special_tokens=False, verbose=False)["input_ids"]
+        with guarded(loaded.name):
+            content = loaded.tokenizer(read.text, add_special_tokens=False, verbose=False)["input_ids"]
         tokens = len(passages.front_ids(loaded.tokenizer, bos)) + len(content)
     limit = loaded.spec.max_positions
     if limit is not None and tokens > limit and not unlimited:

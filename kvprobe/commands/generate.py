@@ -179,8 +179,10 @@ def _cache(decoder: "Decoder", ids: list[int], options: dict[str, Any]) -> "KVCa
 
 def _prompt_ids(tokenizer: Any, prompt: str, bos: "Bos") -> list[int]:
     from kvprobe.passages import front_ids  # one BOS policy for passages and prompts
+    from kvprobe.tokenizing import guarded, name_of
 
-    return [*front_ids(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]]
+    with guarded(name_of(tokenizer)):
+        return [*front_ids(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
 def _eos(loaded: Any) -> list[int]:
