@@ -129,9 +129,11 @@ def _refused(name: str, how: str) -> UnsupportedModelError:
 
 
 def _is_code(key: str, tensor: Tensor) -> bool:
-    if not tensor.dtype.startswith(_CODE_TYPES) or _is_recomputed(key, tensor):
+    if _is_recomputed(key, tensor) or key.endswith("tid2eid"):  # DeepSeek-V4's table from tokens to experts
         return False
-    return not key.endswith("tid2eid")  # DeepSeek-V4's table from tokens to experts
+    # of these two types transformers makes floating numbers without a word, and other tables may have them
+    whole = tensor.dtype in ("I64", "BOOL") and key.endswith((".weight", ".bias", "_proj"))
+    return whole or tensor.dtype.startswith(_CODE_TYPES)
 
 
 def _is_scale(key: str) -> bool:
