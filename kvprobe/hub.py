@@ -76,11 +76,11 @@ def _lacks(directory: Path) -> str | None:
 
 def cached_models() -> list[dict[str, Any]]:
     """The repositories in the hub's cache that can be loaded without a network: name and bytes on the disk."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except (CacheNotFound, OSError, ValueError):
         return []
     return [

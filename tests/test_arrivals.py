@@ -71,13 +71,10 @@ def test_scales_without_a_word_in_the_configuration_are_refused(llama, beside):
     assert f"k_proj.{beside}, F32" in llama.refused(UnsupportedModelError)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool],
-)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int16", "int32", "int64", "bool"])
 def test_one_weight_in_codes_is_enough(llama, dtype):
     key = "model.layers.2.mlp.down_proj.weight"
-    llama.weights[key] = llama.weights[key].to(dtype)
+    llama.weights[key] = llama.weights[key].to(getattr(torch, dtype))
     assert key in llama.refused(UnsupportedModelError)
 
 
@@ -142,6 +139,29 @@ def test_fp8_with_a_scale_that_belongs_to_nothing_is_refused(llama):
     llama.weights, _ = in_blocks(llama.weights)
     llama.weights["model.layers.1.self_attn.q_proj.input_scale"] = torch.ones(1)
     assert "first model.layers.1.self_attn.q_proj" in llama.refused(quantization_config=FP8)
+
+
+def test_mxfp4_that_transformers_multiplies_out_is_the_same_model(gpt2_tokenizer_files, tmp_path):
+    """GPT-OSS as it is published: two 4-bit numbers a byte, and an exponent of two for each 32 of them."""
+    directory = write_random(tmp_path / "oss", "gpt_oss", gpt2_tokenizer_files, intermediate_size=32)
+    checkpoint = Checkpoint(directory)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of E2M1, by its code
+    codes = dict(checkpoint.weights)
+    generator = torch.Generator().manual_seed(0)
+    for key in [key for key in codes if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, wide, tall = codes.pop(key).shape  # [expert, in, out]; the codes are [expert, out, in / 32, 16]
+        blocks = torch.randint(0, 256, (experts, tall, wide // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, (experts, tall, wide // 32), generator=generator, dtype=torch.uint8)
+        codes |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        numbers = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], dim=-1).flatten(-2)
+        numbers = numbers * 2.0 ** (scales.float() - 127)[..., None]
+        checkpoint.weights[key] = numbers.flatten(-2).transpose(1, 2).contiguous()
+    plain = checkpoint.load()
+    checkpoint.weights = codes
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    assert same(checkpoint.load(quantization_config=said), plain)
+    del checkpoint.weights["model.layers.1.mlp.experts.down_proj_scales"]
+    assert "down_proj_blocks (U8) is scaled" in checkpoint.refused(quantization_config=said)
 
 
 # --- weights that are missing or left over

@@ -78,7 +78,7 @@ def test_a_file_that_is_cut_says_how_many_bytes_there_are_of_how_many(tmp_path):
     with pytest.raises(KvprobeError, match=rf"m has {whole - 1:,} bytes of {whole:,}: it is cut: fetch it again"):
         headers.read_header(path, "m")
     os.truncate(path, 20)
-    with pytest.raises(KvprobeError, match="m claims a header of .* bytes and has 20: fetch it again"):
+    with pytest.raises(KvprobeError, match=r"m claims a header of .* bytes and has 20: fetch it again"):
         headers.read_header(path, "m")
     with pytest.raises(KvprobeError, match="what stands behind is no tensor"):
         headers.read_header(write(path, GOOD, n_data=29), "m")
@@ -190,10 +190,10 @@ def test_an_index_that_is_none_is_refused_in_one_line(sharded, text):
 def test_index_and_files_must_agree(sharded):
     two = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     index(sharded, two | {"c": "model-00002-of-00002.safetensors"})
-    with pytest.raises(KvprobeError, match="the index of mine has c in model-00002.*, which does not hold it"):
+    with pytest.raises(KvprobeError, match=r"the index of mine has c in model-00002.*, which does not hold it"):
         read(sharded)
     index(sharded, two | {"b": "model-00001-of-00002.safetensors", "a": "model-00002-of-00002.safetensors"})
-    with pytest.raises(KvprobeError, match="the index of mine has . in .*, which does not hold it"):
+    with pytest.raises(KvprobeError, match=r"the index of mine has . in .*, which does not hold it"):
         read(sharded)
     index(sharded, two)
     for spare in ("model.safetensors", "model-00003-of-00003.safetensors"):
@@ -204,5 +204,5 @@ def test_index_and_files_must_agree(sharded):
     write(sharded / "consolidated.safetensors", GOOD)  # the same weights as another library wants them
     assert set(read(sharded)) == {"a", "b"}
     write(sharded / "model-00002-of-00002.safetensors", GOOD)
-    with pytest.raises(KvprobeError, match="mine holds a twice, in model-00001.* and in model-00002"):
+    with pytest.raises(KvprobeError, match=r"mine holds a twice, in model-00001.* and in model-00002"):
         read(sharded)
