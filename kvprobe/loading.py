@@ -163,7 +163,7 @@ def model(name: str, directory: Path, config: Mapping[str, Any], tensors: Mappin
         raise UnsupportedModelError(
             f"transformers cannot load {name} ({type(error).__name__}: {first_line(error)}); check its config"
         ) from error
-    towers = any(key.endswith("_config") and isinstance(value, Mapping) for key, value in config.items())
+    towers = any(isinstance(config.get(f"{part}_config"), Mapping) for part in ("text", "vision", "audio"))
     arrivals.refuse_losses(name, report, tensors, n_layers=spec.n_layers, towers=towers)
     arrivals.refuse_undequantised(name, made)
     return made
@@ -254,24 +254,27 @@ def _dequantising(method: str) -> Any:
 
 
 def _refuse_larger(name: str, directory: Path, build: Any, held: int) -> None:
-    """Raise KvprobeError where a family without a closed form describes far more than the files hold.
-
-    The model is built without memory for that. What cannot be built so is left to those who load it.
-    """
-    import torch
+    """Raise KvprobeError where a family without a closed form describes far more than the files hold."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-        with torch.device("meta"):
-            described = sum(parameter.numel() for parameter in build.from_config(config).parameters())
-    except Exception:
+        described = n_described(build, config)
+    except Exception:  # told where the model itself is built, with the same error
         return
     if described > 4 * held:
         raise KvprobeError(
             f"config.json of {name} describes {described:,} parameters and its weights hold {held:,}: "
             "they do not belong together"
         )
+
+
+def n_described(build: Any, config: Any) -> int:
+    """Parameters of the model that a class of transformers makes of its configuration, without memory for them."""
+    import torch
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build.from_config(config).parameters())
 
 
 def _is_width(value: Any) -> bool:

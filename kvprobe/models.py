@@ -19,8 +19,8 @@ from kvprobe.spec import Spec
 from kvprobe.store import home, read_manifest
 
 __all__ = [
-    "Found", "Loaded", "available", "device_for", "find", "load", "load_spec", "quiet", "read_config", "revision_of",
-    "weights_bytes",
+    "Found", "Loaded", "available", "check", "device_for", "find", "load", "load_spec", "quiet", "read_config",
+    "revision_of", "weights_bytes",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -83,15 +83,7 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     found = find(name, progress=progress)
-    hub.refuse_adapter(found.name, found.directory)
-    config = read_config(found)
-    spec = loading.read_spec(found.name, config)
-    files = headers.weight_files(found.directory)
-    if not files:
-        loading.refuse_pickles(found.name, found.directory)
-    tensors = headers.read_tensors(found.name, found.directory, files)
-    method = arrivals.refuse_codes(found.name, found.directory, config, tensors)
-    loading.refuse_unlike(found.name, spec, tensors)
+    config, spec, tensors, method = _inspected(found)
     import torch
 
     place = device_for(device)
@@ -118,6 +110,29 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
         device=str(place),
         code=code,
     )
+
+
+def check(name: str) -> None:
+    """Refuses a local directory by its configuration and its files' headers, as `load` does, without torch.
+
+    Any other name is left to `load`, which may have to fetch it.
+    """
+    if name not in pull.CATALOGUE and Path(name).expanduser().is_dir():
+        _inspected(find(name))
+
+
+def _inspected(found: Found) -> tuple[dict[str, Any], Spec, dict[str, headers.Tensor], str | None]:
+    """The configuration, the shape, the tensors, and the method by which transformers turns codes into numbers."""
+    hub.refuse_adapter(found.name, found.directory)
+    config = read_config(found)
+    spec = loading.read_spec(found.name, config)
+    files = headers.weight_files(found.directory)
+    if not files:
+        loading.refuse_pickles(found.name, found.directory)
+    tensors = headers.read_tensors(found.name, found.directory, files)
+    method = arrivals.refuse_codes(found.name, found.directory, config, tensors)
+    loading.refuse_unlike(found.name, spec, tensors)
+    return config, spec, tensors, method
 
 
 def load_spec(name: str, *, progress: Progress = silent) -> Spec:

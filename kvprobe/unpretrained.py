@@ -23,10 +23,6 @@ def load_random(
     config, of = _config(name, progress)
     spec = loading.read_spec(of["name"], config)
     place = models.device_for(device)
-    if spec.n_parameters is not None:
-        # drawn in memory, then moved
-        need, what = spec.n_parameters * DTYPE_BYTES[dtype], f"{of['name']} with random weights at {dtype}"
-        check_memory(what, need, "cpu", relief="a smaller model or --dtype bfloat16")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,9 +30,13 @@ def load_random(
     config = config.get("text_config", config)
     with models.quiet(), torch.random.fork_rng(devices=[]):
         loading.refuse_foreign(of["name"], config)
-        torch.default_generator.manual_seed(seed)
         settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "torch_dtype")}
         built = AutoConfig.for_model(config["model_type"], **settings)
+        n_parameters = spec.n_parameters or loading.n_described(AutoModelForCausalLM, built)
+        # drawn in memory, then moved
+        need, what = n_parameters * DTYPE_BYTES[dtype], f"{of['name']} with random weights at {dtype}"
+        check_memory(what, need, "cpu", relief="a smaller model or --dtype bfloat16")
+        torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(built, dtype=getattr(torch, dtype))
     model = model.to(place).eval().requires_grad_(False)
     return Loaded(model=model, tokenizer=None, spec=spec, dtype=dtype, device=str(place), **of)
