@@ -1,6 +1,7 @@
 """The command line: which question does each command ask? Thin: options in, one result out, errors in one line."""
 
 import errno
+import functools
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -152,8 +153,22 @@ def common(command: Command) -> Command:
 
 
 def passage_options(command: Command) -> Command:
-    """The options that choose the text."""
-    return with_options(*text_options())(command)
+    """The options that choose the text, of a command that reads it with the weights of a model."""
+    return with_options(*text_options())(checked_first(command))
+
+
+def checked_first(command: Command) -> Command:
+    """Looks through a model's directory before ``command`` imports what takes seconds."""
+
+    @functools.wraps(command)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        if options.get("model"):
+            from kvprobe import models
+
+            models.check(options["model"])
+        return command(*arguments, **options)
+
+    return cast(Command, checked)
 
 
 def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "Loaded":

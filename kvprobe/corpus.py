@@ -17,6 +17,7 @@ from torch import Tensor
 from kvprobe.errors import KvprobeError
 from kvprobe.passages import Tokenizer
 from kvprobe.texts import Cut, Text
+from kvprobe.tokenizing import guarded, name_of
 
 UNKNOWN = "<unknown>"
 LETTERS = (UNKNOWN, " ", *"abcdefghijklmnopqrstuvwxyz")
@@ -141,6 +142,9 @@ def spelled(text: Text, characters: str, *, vocabulary: tuple[str, ...], **split
 
 def tokens(text: Text, tokenizer: Tokenizer, **split: int) -> Corpus:
     """A corpus of a tokenizer's ids, with no mark put before them; the vocabulary is the tokenizer's whole."""
-    ids = tokenizer(text.text, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
-    given = torch.tensor(ids, dtype=torch.long)
-    return Corpus(text.name, text.sha256, "tokens", len(tokenizer), given, cut=text.cut, **split)
+    with guarded(name_of(tokenizer)):
+        given = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
+        ids = tokenizer(text.text, **given)["input_ids"]
+    return Corpus(
+        text.name, text.sha256, "tokens", len(tokenizer), torch.tensor(ids, dtype=torch.long), cut=text.cut, **split
+    )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvprobe.errors import KvprobeError
 from kvprobe.texts import Cut, Text, read_text
+from kvprobe.tokenizing import guarded, name_of
 
 __all__ = [
     "Bos", "Passage", "Text", "Tokenizer", "control", "cut_before", "encode", "enough", "front_ids", "front_of",
@@ -271,9 +272,9 @@ def cut_before(text: str, limit: int) -> int:
 
 def _ids(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[int]:
     # verbose=False: a text longer than the model's positions is no fault here; the analysis decides what it can read.
-    return list(
-        tokenizer(text, add_special_tokens=special, truncation=False, padding=False, verbose=False)["input_ids"]
-    )
+    with guarded(name_of(tokenizer)):
+        given = {"add_special_tokens": special, "truncation": False, "padding": False, "verbose": False}
+        return list(tokenizer(text, **given)["input_ids"])
 
 
 def front_ids(tokenizer: Tokenizer, bos: Bos) -> list[int]:

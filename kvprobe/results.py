@@ -75,7 +75,10 @@ class Result:
     @classmethod
     def from_json(cls, text: str) -> "Result":
         """The result that :meth:`to_json` wrote. Raises KeyError and ValueError for what it could not have written."""
-        document = json.loads(text, parse_constant=_no_number)
+        try:
+            document = json.loads(text, parse_constant=_no_number)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply to be read") from error
         if not isinstance(document, dict):
             raise ValueError("it is no JSON object")
         analysis, rows, run = document["analysis"], document["rows"], document["run"]

@@ -76,7 +76,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "head_dim": ("head_dim",),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed"),
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "vocab_size": ("vocab_size",),
+    "vocab_size": ("vocab_size", "padded_vocab_size", "n_vocab"),
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
     "sliding_window": ("sliding_window", "window_size"),
     "kv_lora_rank": ("kv_lora_rank",),

@@ -48,7 +48,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         whole = all((directory / name).stat().st_size == of["bytes"] for name, of in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return manifest if whole else None
 
