@@ -1,6 +1,7 @@
 """The command line: which question does each command ask? Thin: options in, one result out, errors in one line."""
 
 import errno
+import functools
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -148,7 +149,23 @@ def common(command: Command) -> Command:
     plot = click.option(
         "--plot", type=click.Path(dir_okay=False), callback=_checked_plot, help="Draw to FILE: .svg, .png, .pdf."
     )
-    return with_options(*model_options(), plot, *output_options())(command)
+    return with_options(*model_options(), plot, *output_options())(header_first(command))
+
+
+def header_first(command: Command) -> Command:
+    """Refuses a GGUF file by its header before ``command`` imports what takes seconds."""
+
+    @functools.wraps(command)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        given = [options.get("model"), *options.get("arguments", ())[:1]]
+        for model in (Path(name).expanduser() for name in given if name and name.endswith(".gguf")):
+            if model.is_file():
+                from kvprobe.gguf_model import describe
+
+                describe(model)
+        return command(*arguments, **options)
+
+    return cast(Command, checked)
 
 
 def passage_options(command: Command) -> Command:
