@@ -108,8 +108,8 @@ def _convert_here(gguf: Path, directory: Path) -> None:
     model.save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(**from_gguf)
     _mend_tokenizer(tokenizer, described.header.keys)
-    if model.config.max_position_embeddings:
-        tokenizer.model_max_length = model.config.max_position_embeddings
+    if positions := getattr(model.config, "max_position_embeddings", None):
+        tokenizer.model_max_length = positions
     tokenizer.save_pretrained(directory)
 
 

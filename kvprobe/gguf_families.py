@@ -46,6 +46,8 @@ class Family:
     rotary: bool = True
     local: bool = False
     """The family has sliding layers."""
+    untied: bool = True
+    """It may have an output matrix of its own."""
     kv_heads: bool = True
     """The number of KV heads is a setting of its own."""
 
@@ -71,7 +73,7 @@ FAMILIES: dict[str, Family] = {
         needs=_EXPERT_KEYS[:2],
     ),
     "qwen3moe": Family(layer=_NORMS | _SEPARATE | _HEAD_NORMS | _EXPERTS, keys=_EXPERT_KEYS, needs=_EXPERT_KEYS[:2]),
-    "gemma2": Family(layer=_GEMMA2, keys=SOFTCAPS, needs=("attention.sliding_window",), local=True),
+    "gemma2": Family(layer=_GEMMA2, keys=SOFTCAPS, needs=("attention.sliding_window",), local=True, untied=False),
     "gemma3": Family(
         layer=_GEMMA2 | _HEAD_NORMS,
         keys=SOFTCAPS,

@@ -46,8 +46,11 @@ TYPES: dict[int, tuple[str, int, int]] = {
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-# beyond what any model has: the largest vocabularies are of 262,144 tokens with half a million merges
-MOST_KEYS, MOST_TENSORS, MOST_STRINGS, MOST_KEPT, DEEPEST = 10_000, 200_000, 2_000_000, 65_536, 4
+# beyond what any model has: the largest vocabularies are of 262,144 tokens with half a million merges, 10 MB of text
+MOST_KEYS, MOST_TENSORS, MOST_STRINGS, MOST_TEXT = 10_000, 200_000, 2_000_000, 2**25
+# a longer text or row of numbers is passed over: none is needed
+MOST_KEPT_TEXT, MOST_KEPT, MOST_KEPT_IN_ALL = 2**20, 10_000, 1_000_000
+DEEPEST, MOST_NESTED = 4, 10_000
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A long array of numbers: only its length is kept."""
+    """A long text or row of numbers: only its length is kept."""
 
     count: int
 
@@ -114,7 +117,8 @@ class _Reading:
     """A pass through one header; ``at`` is the byte it has come to."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
-        self.path, self.data, self.size, self.at, self.n_strings = path, data, size, 4, 0
+        self.path, self.data, self.size, self.at = path, data, size, 4
+        self.n_strings = self.n_text = self.n_kept = 0
 
     def header(self) -> Header:
         version = self.number("I")
@@ -156,23 +160,57 @@ class _Reading:
         self.at += width
         return value
 
-    def string(self, what: str) -> str:
+    def name(self, what: str) -> str:
+        """A short text that must be one."""
         length = self.number("Q")
         self.room(length)
+        if length > 65_535:
+            raise self.wrong(f"has {what} of {length:,} bytes; 65,535 are allowed: it is damaged; fetch it again")
         self.at += length
+        return self.decoded(self.data[self.at - length : self.at], what)
+
+    def decoded(self, text: bytes, what: str) -> str:
         try:
-            return self.data[self.at - length : self.at].decode("utf-8")
+            return text.decode("utf-8")
         except UnicodeDecodeError:
             raise self.wrong(
-                f"has {what} at byte {self.at - length:,} that is not UTF-8: it is damaged; fetch it again"
+                f"has {what} before byte {self.at:,} that is not UTF-8: it is damaged; fetch it again"
             ) from None
+
+    def strings(self, count: int, key: str) -> list[Any]:
+        """That many texts: a loop without calls, for a vocabulary has a million."""
+        self.n_strings += count
+        self.counted(count, 8, MOST_STRINGS, f"texts in {shown(key)}")
+        self.counted(self.n_strings, 0, MOST_STRINGS, "texts")
+        unpack, data, size, at = struct.Struct("<Q").unpack_from, self.data, self.size, self.at
+        texts: list[Any] = []
+        for _ in range(count):
+            (length,) = unpack(data, at) if size - at >= 8 else (size,)
+            at += 8
+            if length > size - at:
+                self.at = at
+                self.room(length)
+            if length > MOST_KEPT_TEXT:
+                texts.append(Skipped(length))
+            else:
+                self.n_text += length
+                try:
+                    texts.append(data[at : at + length].decode("utf-8"))
+                except UnicodeDecodeError:
+                    self.at = at + length
+                    self.decoded(data[at : self.at], f"a text of {shown(key)}")
+            at += length
+            if self.n_text > MOST_TEXT:
+                raise self.wrong(f"has more than {MOST_TEXT:,} bytes of text in its header, which no model has")
+        self.at = at
+        return texts
 
     def all_keys(self, count: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
         keys: dict[str, Any] = {}
         spans = {}
         for _ in range(count):
             begin = self.at
-            key = self.string("a key")
+            key = self.name("a key")
             if key in keys:
                 raise self.wrong(f"has the key {shown(key)} twice")
             keys[key] = self.value(self.number("I"), key, depth=0)
@@ -183,7 +221,7 @@ class _Reading:
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
         if kind == _STRING:
-            return self.string(f"a text of {shown(key)}")
+            return self.strings(1, key)[0]
         if kind == _ARRAY and depth < DEEPEST:
             return self.array(key, depth)
         raise self.wrong(
@@ -199,40 +237,18 @@ class _Reading:
             n_bytes = count * struct.calcsize(code)
             self.room(n_bytes)
             self.at += n_bytes
-            if count > MOST_KEPT:
+            self.n_kept += count
+            if count > MOST_KEPT or self.n_kept > MOST_KEPT_IN_ALL:
                 return Skipped(count)
             return list(struct.unpack_from(f"<{count}{code}", self.data, self.at - n_bytes))
-        self.n_strings += count
-        # a string is at least its length of 8 bytes, an array at least 12
-        self.counted(self.n_strings, 0, MOST_STRINGS, f"texts in {shown(key)}")
-        self.counted(count, 8, MOST_STRINGS, f"texts in {shown(key)}")
         if kind == _STRING:
             return self.strings(count, key)
+        self.counted(count, 12, MOST_NESTED, f"arrays in {shown(key)}")
         return [self.value(kind, key, depth=depth + 1) for _ in range(count)]
-
-    def strings(self, count: int, key: str) -> list[str]:
-        """As `string` reads them one by one, which takes a vocabulary half a second."""
-        unpack, data, size, at = struct.Struct("<Q").unpack_from, self.data, self.size, self.at
-        raw = []
-        for _ in range(count):
-            (length,) = unpack(data, at) if size - at >= 8 else (size,)
-            at += 8
-            if length > size - at:
-                self.at = at
-                self.room(length)
-            raw.append(data[at : at + length])
-            at += length
-        begin, self.at = self.at, at
-        try:
-            return [one.decode("utf-8") for one in raw]
-        except UnicodeDecodeError:
-            raise self.wrong(
-                f"has a text of {shown(key)} after byte {begin:,} that is not UTF-8: it is damaged; fetch it again"
-            ) from None
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and offset, each possible by itself."""
-        name = self.string("the name of a tensor")
+        name = self.name("the name of a tensor")
         n_dims = self.number("I")
         if not 1 <= n_dims <= 4:
             raise self.wrong(f"gives the tensor {shown(name)} {n_dims:,} dimensions; 1 to 4 are possible")

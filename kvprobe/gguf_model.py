@@ -4,7 +4,6 @@ All of it is read off the header: neither torch nor transformers is needed to sa
 """
 
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +149,9 @@ def _not_understood(architecture: str, key: str, value: Any) -> UnsupportedModel
 
 def _known(header: Header, architecture: str, family: Family, own: dict[str, Any], n_tokens: int) -> Described:
     counts = {key: _count(own, key) for key in _COUNTS}
+    for key in family.needs:
+        if key not in own:
+            raise _missing(key)
     heads, hidden = counts["attention.head_count"], counts["embedding_length"]
     kv_heads = _count(own, "attention.head_count_kv", heads)
     if heads % kv_heads:
@@ -176,19 +178,28 @@ def _known(header: Header, architecture: str, family: Family, own: dict[str, Any
     ):
         settings["head_dim"] = head_dim
     settings |= _of_family(architecture, own, counts, head_dim, sizes)
-    rope = _rope(header, architecture, family, own, counts["context_length"], head_dim, rotary_dim)
+    rope = None
+    if family.rotary:
+        freqs = header.tensors.get("rope_freqs.weight")
+        rope = gguf_rope.of_file(architecture, own, freqs, context_length=sizes["C"], rotary_dim=rotary_dim)
+        if family.partial_rotary:
+            rope["partial_rotary_factor"] = rotary_dim / head_dim
     return Described(header, architecture, settings, rope)
 
 
 def _count(own: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = own.get(key, default)
     if value is None:
-        raise KvprobeError(f"the key {key} is missing: the header is damaged; fetch the file again")
+        raise _missing(key)
     if isinstance(value, list | Skipped):
         raise UnsupportedModelError(f"{key} differs from layer to layer, which is not read from GGUF files: {_INSTEAD}")
     if type(value) is not int or not 0 < value < 2**31:
         raise KvprobeError(f"{key} is {value!r}, not a positive number: the header is damaged; fetch the file again")
     return value
+
+
+def _missing(key: str) -> KvprobeError:
+    return KvprobeError(f"the key {key} is missing: the header is damaged; fetch the file again")
 
 
 def _epsilon(own: Mapping[str, Any], key: str) -> float:
@@ -236,9 +247,9 @@ def _held_to_tensors(header: Header, family: Family, n_layers: int, sizes: dict[
     if missing := sorted(expected.keys() - names):
         many = f"{len(missing):,} of its {len(expected):,} tensors are" if len(missing) > 1 else "a tensor is"
         raise KvprobeError(f"{many} missing, first {missing[0]}: the file is damaged or a part of one; fetch it again")
-    expected["output.weight"] = "N H"
+    if family.untied:
+        expected["output.weight"] = "N H"
     if family is FAMILIES["llama"]:
-        expected.pop("rope_freqs.weight", None)
         names.discard("rope_freqs.weight")
     if unknown := sorted(names - expected.keys()):
         raise UnsupportedModelError(
@@ -312,39 +323,3 @@ def _pattern(own: Mapping[str, Any], architecture: str, n_layers: int) -> dict[s
     if not isinstance(said, list) or len(said) != n_layers or not {*said} <= {True, False}:
         raise UnsupportedModelError(f"attention.sliding_window_pattern is {said!r}, not one for {n_layers} layers")
     return {"layer_types": ["sliding_attention" if local else "full_attention" for local in said]}
-
-
-def _rope(
-    header: Header,
-    architecture: str,
-    family: Family,
-    own: Mapping[str, Any],
-    context: int,
-    head_dim: int,
-    rotary_dim: int,
-) -> dict[str, Any] | None:
-    if not family.rotary:
-        return None
-    freqs = header.tensors.get("rope_freqs.weight")
-    rope = gguf_rope.parameters(
-        own, None if freqs is None else _floats(freqs), context_length=context, rotary_dim=rotary_dim
-    )
-    if family.partial_rotary:
-        rope["partial_rotary_factor"] = rotary_dim / head_dim
-    local = own.get("rope.freq_base_swa", 10000.0 if architecture == "gemma3" else rope["rope_theta"])
-    if architecture == "gemma3" and type(local) is float and 0 < local < math.inf:
-        # its local layers are never scaled
-        return {"full_attention": rope, "sliding_attention": {"rope_theta": local, "rope_type": "default"}}
-    if local != rope["rope_theta"] or own.get("rope.dimension_count_swa", rotary_dim) != rotary_dim:
-        raise UnsupportedModelError(
-            f"RoPE of its own for local layers is not understood for {architecture}: {_INSTEAD}"
-        )
-    return rope
-
-
-def _floats(tensor: Tensor) -> tuple[float, ...]:
-    if tensor.type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > 4096:
-        raise UnsupportedModelError(f"{tensor.name} is no short row of float32: the file is damaged, fetch it again")
-    with tensor.path.open("rb") as file:
-        file.seek(tensor.start)
-        return struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.n_bytes))

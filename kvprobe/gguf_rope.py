@@ -5,10 +5,12 @@ stretched by. What no ``rope_type`` of transformers gives exactly is refused by 
 """
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.errors import UnsupportedModelError
+from kvprobe.gguf_header import Tensor
 
 # what a key may say without changing anything
 _WITHOUT_EFFECT: dict[str, tuple[float, ...]] = {
@@ -24,6 +26,33 @@ KEYS = frozenset(
     | {"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}
     | {f"rope.scaling.{name}" for name in _WITHOUT_EFFECT}
 )
+
+
+def of_file(
+    architecture: str, keys: Mapping[str, Any], freqs: Tensor | None, *, context_length: int, rotary_dim: int
+) -> dict[str, Any]:
+    """The ``rope_parameters`` of a file: as `parameters`, and for a Gemma 3 those of each kind of layer."""
+    factors = None if freqs is None else _floats(freqs)
+    rope = parameters(keys, factors, context_length=context_length, rotary_dim=rotary_dim)
+    if architecture == "gemma3":
+        # its local layers are never scaled
+        local = _positive(keys, "rope.freq_base_swa", 10000.0)
+        return {"full_attention": rope, "sliding_attention": {"rope_theta": local, "rope_type": "default"}}
+    for key, same in (("rope.freq_base_swa", rope["rope_theta"]), ("rope.dimension_count_swa", rotary_dim)):
+        if keys.get(key, same) != same:
+            raise UnsupportedModelError(
+                f"{key} gives local layers a RoPE of their own, which is not understood for {architecture}: "
+                "take the model's own safetensors"
+            )
+    return rope
+
+
+def _floats(tensor: Tensor) -> tuple[float, ...]:
+    if tensor.type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > 4096:
+        raise UnsupportedModelError(f"{tensor.name} is no short row of float32: the file is damaged, fetch it again")
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.start)
+        return struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.n_bytes))
 
 
 def parameters(

@@ -17,7 +17,18 @@ from kvprobe.convert import convert
 from kvprobe.errors import KvprobeError
 from kvprobe.gguf_model import describe
 from kvprobe.progress import Progress, silent
-from kvprobe.store import MANIFEST, damage, disk_full, home, publish, read_manifest, run_watched, sha256, write_manifest
+from kvprobe.store import (
+    MANIFEST,
+    check_writable,
+    damage,
+    disk_full,
+    home,
+    publish,
+    read_manifest,
+    run_watched,
+    sha256,
+    write_manifest,
+)
 
 # what is carried over from a GGUF file: counted up when that changes, so that what was converted before is made anew
 CONVERSION = 2
@@ -172,12 +183,14 @@ def convert_once(gguf: Path, *, progress: Progress = silent) -> Path:
     Of a split file any part is given, and all of them count. Raises KvprobeError as `kvprobe.convert.convert` does,
     for what the header shows before the file is read.
     """
+    converted = home() / "gguf"
+    check_writable(converted / "new", instead="set KVPROBE_HOME to a directory that can be written")
     files = describe(gguf).header.files
     checksums = {path.name: sha256(path, progress=progress) for path in files}
     (checksum,) = (
         checksums.values() if len(files) == 1 else [hashlib.sha256("".join(checksums.values()).encode()).hexdigest()]
     )
-    target = home() / "gguf" / checksum
+    target = converted / checksum
 
     def build(directory: Path) -> None:
         convert(gguf, directory, log=directory.parent / "log", name=gguf.name, progress=progress)
