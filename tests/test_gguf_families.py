@@ -153,6 +153,36 @@ def test_every_family_computes_what_transformers_own_class_does(architecture, co
     torch.testing.assert_close(logits(converted(architecture, tensors)), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("more", "factors", "stretch"),
+    [
+        ({}, [1.0, 1.0, 8.0, 8.0], [1.0, 1.0, 8.0, 8.0]),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, None, [4.0] * 4),
+        ({"rope.scale_linear": 4.0}, None, [4.0] * 4),
+    ],
+)
+def test_a_converted_model_turns_by_the_frequencies_of_its_file(converted, more, factors, stretch):
+    tensors = draw(shapes_of("llama"))
+    expected = their_model("llama", tensors)
+    plain = logits(expected)
+    expected.model.rotary_emb.inv_freq /= torch.tensor(stretch)
+    freqs = {} if factors is None else {"rope_freqs.weight": np.array(factors, np.float32)}
+    got = logits(converted("llama", tensors | freqs, keys_of("llama") | more))
+    torch.testing.assert_close(got, logits(expected), rtol=1e-5, atol=1e-4)
+    assert (got - plain).abs().max() > 0.1
+
+
+def test_a_gemma_3_scales_its_full_layers_only(converted):
+    keys = keys_of("gemma3") | {"block_count": 2, "attention.sliding_window_pattern": [True, False]}
+    keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base_swa": 2000.0}
+    tensors = draw(shapes_of("gemma3"))
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0}}
+    rope |= {"sliding_attention": {"rope_type": "default", "rope_theta": 2000.0}}
+    kinds = ["sliding_attention", "full_attention"]
+    expected = their_model("gemma3", tensors, rope_parameters=rope, layer_types=kinds)
+    torch.testing.assert_close(logits(converted("gemma3", tensors, keys)), logits(expected), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_file_without_any_one_of_its_tensors_is_refused_and_one_too_many_is_named(architecture, tmp_path):
     keys, tensors = keys_of(architecture), draw(shapes_of(architecture))
