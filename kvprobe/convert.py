@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.gguf_join import join
 from kvprobe.gguf_model import Described, describe
-from kvprobe.gguf_vocabulary import DIGITS_ALONE
+from kvprobe.gguf_vocabulary import AS_LLAMA3, DIGITS_ALONE
 from kvprobe.progress import Progress, silent
 from kvprobe.store import disk_full, run_watched
 
@@ -162,16 +162,23 @@ def _refuse_unloaded(report: dict[str, Any], unread: set[str]) -> None:
 
 
 def _mend_tokenizer(tokenizer: Any, keys: dict[str, Any]) -> None:
-    """Splits digits one by one where the file says so: transformers 5.24 knows other ``tokenizer.ggml.pre`` only.
+    """What ``tokenizer.ggml.pre`` says to llama.cpp and not to transformers 5.24.
 
-    Without it, the two spaces of ``"a  1"`` fall into two tokens where SmolLM2's own tokenizer has one.
+    Digits one by one: without that, the two spaces of ``"a  1"`` fall into two tokens where SmolLM2's own tokenizer has
+    one. For Llama 3 and its kin, BOS in front unless a key says otherwise, and no merging in a word that is a token.
     """
     from tokenizers import pre_tokenizers
 
-    if keys.get("tokenizer.ggml.model") == "gpt2" and keys.get("tokenizer.ggml.pre") in DIGITS_ALONE:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    backend = tokenizer.backend_tokenizer
+    byte_level, cut = keys.get("tokenizer.ggml.model") == "gpt2", keys.get("tokenizer.ggml.pre")
+    if byte_level and cut in DIGITS_ALONE:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+    if byte_level and cut in AS_LLAMA3:
+        backend.model.ignore_merges = True
+        if "tokenizer.ggml.add_bos_token" not in keys and tokenizer.bos_token is not None:
+            tokenizer.add_bos_token = True
     prefix = keys.get("tokenizer.ggml.add_space_prefix")
     if keys.get("tokenizer.ggml.model") == "llama" and prefix is not None:
         made = bool(tokenizer.tokenize("a")[0].startswith("▁"))

@@ -145,7 +145,7 @@ _QWEN35 += ("nextn_predict_layers", *(f"ssm.{name}" for name in ("conv_kernel", 
 _QWEN35 += ("ssm.time_step_rank", "ssm.inner_size")
 OTHERS: dict[str, tuple[str, ...]] = {
     "lfm2": (*_COMMON, "shortconv.l_cache"),
-    "mamba": (*_COMMON[:6], *(f"ssm.{name}" for name in ("conv_kernel", "state_size", "time_step_rank", "inner_size"))),
+    "mamba": (*_COMMON[:7], *(f"ssm.{name}" for name in ("conv_kernel", "state_size", "time_step_rank", "inner_size"))),
     "minimax-m2": (*_COMMON, "rope.dimension_count", "attention.key_length", *_EXPERT_KEYS, "expert_gating_func"),
     "qwen35": _QWEN35,
     "qwen35moe": (*_QWEN35, *_EXPERT_KEYS, "expert_shared_feed_forward_length"),

@@ -256,8 +256,9 @@ def _held_to_tensors(header: Header, family: Family, n_layers: int, sizes: dict[
             f"{len(unknown):,} of its tensors are no part of the architecture as it is known here, first "
             f"{shown(unknown[0])}: {_INSTEAD}"
         )
-    for name in names:
-        _fit(header.tensors[name], expected[name], sizes)
+    for name, shape in expected.items():
+        if name in names:
+            _fit(header.tensors[name], shape, sizes)
     return settings
 
 
@@ -284,6 +285,8 @@ def _of_family(
 ) -> dict[str, Any]:
     """The settings that only this family has; transformers 5.24 leaves them at one published model's."""
     settings: dict[str, Any] = {}
+    if "E" in sizes and _count(own, "expert_used_count") > sizes["E"]:
+        raise KvprobeError(f"expert_used_count is {own['expert_used_count']} of {sizes['E']} experts: it is damaged")
     window = own.get("attention.sliding_window", 0)
     if architecture == "gpt2":
         settings |= {"n_positions": counts["context_length"], "n_inner": sizes["F"]}
@@ -303,7 +306,11 @@ def _of_family(
         raise _not_understood(architecture, "attention.sliding_window", window)
     scale = own.get("attention.scale", 0)
     if architecture in ("gemma2", "gemma3"):
-        settings |= {key: own[key] or None for key in SOFTCAPS if key in own}
+        for key in SOFTCAPS:
+            if key in own:
+                settings[key] = own[key] or None
+                if type(own[key]) is not float or not 0 <= own[key] < math.inf:
+                    raise KvprobeError(f"{key} is {own[key]!r}, not a positive number: the header is damaged")
         # as llama.cpp has it: of the two largest of these families, the layers tell
         largest = counts["block_count"] == {"gemma2": 46, "gemma3": 62}[architecture]
         settings["query_pre_attn_scalar"] = sizes["H"] // counts["attention.head_count"] if largest else head_dim

@@ -25,8 +25,10 @@ AS_GPT2 = {"default", "gpt-2", "phi-2", "jina-es", "jina-de", "jina-v1-en", "jin
 AS_GPT2 |= {"roberta-bpe", "gigachat", "a.x-4.0", "mellum", "modern-bert", "mpt", "olmo", "jais", "trillion"}
 AS_GPT2 |= {"granite-docling"}
 DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-_OF_TRANSFORMERS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "dbrx"}
-_OF_TRANSFORMERS |= {"jina-v5-nano", "smaug-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"}
+# these have BOS in front unless a key says otherwise, and take a word that is a token whole
+AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"}
+AS_LLAMA3 |= {"tekken"}
+_OF_TRANSFORMERS = AS_LLAMA3 | {"dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"}
 _OF_TRANSFORMERS |= {"qwen35", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"}
 
 
@@ -44,6 +46,10 @@ def check_vocabulary(keys: Mapping[str, Any]) -> int:
         raise KvprobeError(f"tokenizer.ggml.tokens is missing or no list of texts: {_DAMAGED}")
     if not isinstance(kind, str):
         raise KvprobeError(f"tokenizer.ggml.model is missing: {_DAMAGED}")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.model is {shown(kind)}, and gpt2, llama and gemma4 are read: take the model's own files"
+        )
     for name in sorted(_USED_IDS & own.keys()):
         if type(own[name]) is not int or not 0 <= own[name] < len(tokens):
             raise KvprobeError(f"{_PREFIX}{name} is {own[name]!r}, and there are {len(tokens):,} tokens: {_DAMAGED}")
@@ -57,6 +63,8 @@ def check_vocabulary(keys: Mapping[str, Any]) -> int:
             )
     if kind == "gpt2":
         _check_byte_level(own, tokens)
+    elif "scores" not in own and "merges" not in own:
+        raise KvprobeError(f"tokenizer.ggml.scores is missing: {_DAMAGED}")
     return len(tokens)
 
 

@@ -208,3 +208,24 @@ def test_a_tensor_of_another_shape_than_the_keys_say_is_refused(architecture, tm
             write(path, architecture, keys, draw(shapes | {name: (shape[0] + 32, *shape[1:])}))
             with pytest.raises(KvprobeError, match=r"^model.gguf: .*(shape|vocab_size)"):
                 describe(path)
+
+
+@pytest.mark.parametrize(
+    ("cut", "add_bos", "ids"),
+    [
+        # llama.cpp puts BOS before a Llama 3's text unless a key says otherwise, and takes `tab` whole
+        ("llama-bpe", None, ["<s>", "tab"]),
+        ("llama-bpe", False, ["tab"]),
+        ("smollm", None, ["t", "a", "b"]),
+        ("smollm", True, ["<s>", "t", "a", "b"]),
+    ],
+)
+def test_the_way_a_vocabulary_cuts_text_is_that_of_its_file(converted, tmp_path, cut, add_bos, ids):
+    from transformers import AutoTokenizer
+
+    tokens = [*TOKENS[:-1], "tab"]
+    more = {"tokenizer.ggml.pre": cut, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["t h"]}
+    more |= {} if add_bos is None else {"tokenizer.ggml.add_bos_token": add_bos}
+    converted("llama", draw(shapes_of("llama")), more=more)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
+    assert tokenizer("tab").input_ids == [tokens.index(token) for token in ids]
