@@ -149,7 +149,7 @@ def common(command: Command) -> Command:
     plot = click.option(
         "--plot", type=click.Path(dir_okay=False), callback=_checked_plot, help="Draw to FILE: .svg, .png, .pdf."
     )
-    return with_options(*model_options(), plot, *output_options())(command)
+    return with_options(*model_options(), plot, *output_options())(checked_first(command, weights=False))
 
 
 def passage_options(command: Command) -> Command:
@@ -157,15 +157,17 @@ def passage_options(command: Command) -> Command:
     return with_options(*text_options())(checked_first(command))
 
 
-def checked_first(command: Command) -> Command:
-    """Looks through a model's directory before ``command`` imports what takes seconds."""
+def checked_first(command: Command, *, weights: bool = True) -> Command:
+    """Refuses a model by its files' headers before ``command`` imports what takes seconds (`kvprobe.models.check`)."""
 
     @functools.wraps(command)
     def checked(*arguments: Any, **options: Any) -> Any:
-        if options.get("model"):
-            from kvprobe import models
+        for name in filter(None, [options.get("model"), *options.get("arguments", ())[:1]]):
+            # the first of `generate`'s arguments may be its prompt
+            if name.endswith(".gguf") or (weights and name == options.get("model")):
+                from kvprobe import models
 
-            models.check(options["model"])
+                models.check(name, weights=weights)
         return command(*arguments, **options)
 
     return cast(Command, checked)

@@ -112,12 +112,19 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
     )
 
 
-def check(name: str) -> None:
-    """Refuses a local directory by its configuration and its files' headers, as `load` does, without torch.
+def check(name: str, *, weights: bool = True) -> None:
+    """Refuses a GGUF file by its header and a local directory by its files' headers, as `load` does, without torch.
 
-    Any other name is left to `load`, which may have to fetch it.
+    Without ``weights`` directories are not looked into. Any other name is left to `load`, which may have to fetch it.
     """
-    if name not in pull.CATALOGUE and Path(name).expanduser().is_dir():
+    if name in pull.CATALOGUE:
+        return
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        from kvprobe.gguf_model import describe
+
+        describe(path)
+    elif weights and path.is_dir():
         _inspected(find(name))
 
 
