@@ -1,14 +1,16 @@
 """The command line: which question does each command ask? Thin: options in, one result out, errors in one line."""
 
+# first: while the rest is imported, Ctrl-C is in hand as well
+from kvprobe import interrupts
+
+interrupts.guard()
+
 import errno
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -185,18 +187,35 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(command: click.Command, arguments: list[str] | None = None, *, name: str) -> None:
-    """Run ``command`` as a program and exit: 0, 1 for what the user can mend, 2 for usage, 130 for Ctrl-C."""
-    settle()
-    interrupts = _noted_interrupts()
+    """Run ``command`` as a program and exit: 0, 1 for what the user can mend, 2 for usage, 130 for Ctrl-C.
+
+    SIGTERM clears up as Ctrl-C does, and exits with 143.
+    """
+    done = interrupts.work()
     try:
-        status = command.main(args=arguments, prog_name=name, standalone_mode=False)
-        sys.stdout.flush()
+        try:
+            settle()
+            value = command.main(args=arguments, prog_name=name, standalone_mode=False)
+            sys.stdout.flush()
+        finally:
+            done()
+        status = _interrupted() or (value if isinstance(value, int) else 0)
     except BaseException as error:
         # Ctrl-C inside an import of a library can come out as any error of that library's own, and a panic of one that
         # is written in Rust is no Exception
-        interrupted = interrupts or isinstance(error, click.Abort | KeyboardInterrupt)
-        sys.exit(_told("kvprobe: interrupted", 130) if interrupted else _status_of(error))
-    sys.exit(status if isinstance(status, int) else 0)
+        if interrupts.seen() is None and isinstance(error, click.Abort | KeyboardInterrupt):
+            status = _told("kvprobe: interrupted", 130)
+        else:
+            status = _interrupted() or _status_of(error)
+    finally:
+        interrupts.release()
+    sys.exit(status)
+
+
+def _interrupted() -> int:
+    """The exit code of a command that a signal ends, which is told in one line; 0 where there was none."""
+    number = interrupts.seen()
+    return 0 if number is None else _told(interrupts.SAID[number], 128 + number)
 
 
 def _status_of(error: BaseException) -> int:
@@ -216,21 +235,6 @@ def _status_of(error: BaseException) -> int:
 def _told(line: str, status: int) -> int:
     click.echo(line, err=True)
     return status
-
-
-def _noted_interrupts() -> list[int]:
-    """What fills when Ctrl-C is pressed, which still raises KeyboardInterrupt."""
-    seen: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        raise KeyboardInterrupt
-
-    # only in place of Python's own: a process in the background ignores Ctrl-C, and only the main thread may ask
-    on_main = threading.current_thread() is threading.main_thread()
-    if on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, note)
-    return seen
 
 
 def _one_line(error: Exception) -> str:
@@ -267,3 +271,6 @@ def checked_parent(ctx: click.Context, param: click.Parameter, value: str | None
     if value is not None and not os.access(Path(value).parent, os.W_OK):
         raise click.BadParameter(f"directory {str(Path(value).parent)!r} cannot be written to", ctx, param)
     return value
+
+
+interrupts.release()

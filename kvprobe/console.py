@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe import interrupts
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, write_whole
 
@@ -22,12 +23,22 @@ SECONDS_BETWEEN_LINES = 10.0
 def progress_bar(quiet: bool) -> Iterator[Progress]:
     """A bar on standard error while the block runs; lines where that is no terminal; nothing if ``quiet``."""
     if quiet:
-        yield silent
+        yield _watchful(silent)
     elif sys.stderr.isatty():
         with _rich_bar() as bar:
-            yield bar
+            yield _watchful(bar)
     else:
-        yield _Lines()
+        yield _watchful(_Lines())
+
+
+def _watchful(progress: Progress) -> Progress:
+    """The same, ending at its next step what Ctrl-C could not end because Python dropped it."""
+
+    def step(what: str, done: int, total: int | None, unit: str = "") -> None:
+        interrupts.check()
+        progress(what, done, total, unit)
+
+    return step
 
 
 @contextmanager
@@ -88,6 +99,7 @@ def notice(text: str, *, quiet: bool = False) -> None:
 
 def emit(result: Result, *, format_: str, out: str | None, columns: Sequence[str], summary: Sequence[str] = ()) -> None:
     """Print or write a result: ``columns`` are the fields a table shows, ``summary`` the lines under it."""
+    interrupts.check()
     if format_ == "json":
         text = result.to_json()
     elif format_ == "csv":
