@@ -6,9 +6,11 @@ from kvprobe import interrupts
 interrupts.guard()
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +21,7 @@ from kvprobe import __version__
 from kvprobe.errors import KvprobeError
 from kvprobe.process import settle
 from kvprobe.progress import Progress
+from kvprobe.visible import visible
 
 if TYPE_CHECKING:
     from kvprobe.models import Loaded
@@ -221,26 +224,31 @@ def _interrupted() -> int:
 def _status_of(error: BaseException) -> int:
     """The exit code of an error, which is told in one line; what is not for users to see is raised again."""
     if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
+        said = io.StringIO()
+        error.show(said)
+        return _told(said.getvalue().rstrip("\n"), error.exit_code, keep="\n")
     if isinstance(error, BrokenPipeError):
         # the reader (head, less) has seen enough; keep the interpreter from flushing into the closed pipe again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    if os.environ.get("KVPROBE_DEBUG") or not isinstance(error, Exception):
+    if os.environ.get("KVPROBE_DEBUG") or isinstance(error, SystemExit):
         raise error
     return _told(f"kvprobe: {_one_line(error)}", 1)
 
 
-def _told(line: str, status: int) -> int:
-    click.echo(line, err=True)
+def _told(line: str, status: int, *, keep: str = "") -> int:
+    # where standard error is gone, the exit code still says it
+    with suppress(OSError):
+        click.echo(visible(line, keep=keep), err=True)
     return status
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, KvprobeError | ValueError):
         return text
+    if isinstance(error, RecursionError):
+        return "a file is nested too deep to be read: none that a model or kvprobe itself writes is"
     if isinstance(error, OverflowError):
         return f"a number is too large or not finite ({text}): look through the options"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

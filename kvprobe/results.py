@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import __version__
+from kvprobe.textcells import from_cell, to_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,15 +63,33 @@ class Result:
                     said = f"{self.analysis}: {name} is {value}, and JSON has no such number"
                     raise ValueError(f"{said}: ask for --format table or csv")
         document = {"analysis": self.analysis, "rows": self.rows, "run": self.run}
-        return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        # what JSON leaves as it is and cannot be seen: as JSON escapes it, so that the value is the same
+        return text if text.replace("\n", "").isprintable() else "".join(map(_json_escaped, text))
 
     def to_csv(self) -> str:
-        """The rows alone, with a header; an empty cell is a null."""
+        """The rows alone, with a header; an empty cell is a null, and texts stand as :mod:`kvprobe.textcells` says."""
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames=list(self.rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows)
+        for row in self.rows:
+            cells = {name: to_cell(value) if isinstance(value, str) else value for name, value in row.items()}
+            writer.writerow(cells)
         return text.getvalue()
+
+    @staticmethod
+    def rows_of_csv(text: str) -> list[dict[str, str]]:
+        """The rows of a table that :meth:`to_csv` wrote, each cell as a text: ``""`` is a null, ``"0.5"`` a number.
+
+        >>> result = Result("sinks", [{"layer": 0, "top_token": "=1+1", "mass": -0.5}])
+        >>> print(result.to_csv(), end="")
+        layer,top_token,mass
+        0,'=1+1,-0.5
+        >>> Result.rows_of_csv(result.to_csv())
+        [{'layer': '0', 'top_token': '=1+1', 'mass': '-0.5'}]
+        """
+        rows = csv.DictReader(io.StringIO(text, newline=""))
+        return [{name: from_cell(cell) for name, cell in row.items()} for row in rows]
 
     @classmethod
     def from_json(cls, text: str) -> "Result":
@@ -105,6 +124,10 @@ class Result:
         more = f", and {len(self.rows) - len(some):,} more rows" if len(some) < len(self.rows) else ""
         columns = [Column(name, name) for name in self.rows[0]]
         return table(columns, some, caption=f"{self.analysis}, {self.run.get('model', 'no model')}{more}")
+
+
+def _json_escaped(character: str) -> str:
+    return character if character.isprintable() or character == "\n" else json.dumps(character)[1:-1]
 
 
 def _no_number(name: str) -> float:

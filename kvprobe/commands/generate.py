@@ -68,6 +68,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     from kvprobe.decoder import from_hf
     from kvprobe.generate import Generation, Sampling, pieces, stream
     from kvprobe.results import Result, run_record, write_whole
+    from kvprobe.visible import harmless
 
     started = time.perf_counter()
     sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"], top_p=options["top_p"])
@@ -109,7 +110,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     shown = options["format_"] == "table" and options["out"] is None
     for piece in chain([prompt], pieces(tokens(), spell), ["\n"]):
         if shown:
-            click.echo(piece, nl=False)
+            click.echo(harmless(piece), nl=False)
     generation = Generation.of(steps, cache)
     row = {
         "prompt": prompt,
