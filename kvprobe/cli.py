@@ -62,6 +62,9 @@ def cli() -> None:
     MODEL is a pulled name, a local directory, a GGUF file or a hub id such as gpt2 (the default).
     `kvprobe models` lists what can be loaded here. `kvprobe COMMAND --help` explains each command.
     """
+    from kvprobe.store import sweep_all
+
+    sweep_all()
 
 
 def with_options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:

@@ -163,7 +163,7 @@ def available() -> list[dict[str, Any]]:
         rows.append({**other, **model, "state": "hub cache", "what": "a hub repository"})
     for directory in sorted((home() / "gguf").glob("[0-9a-f]*")):
         if manifest := read_manifest(directory):
-            name = f"{manifest['name']}.gguf"
+            name = f"{manifest.get('name', directory.name)}.gguf"
             rows.append({**other, "name": name, "state": "gguf", "bytes": _size(directory), "what": "a GGUF file"})
     return rows
 

@@ -6,13 +6,15 @@ import json
 import math
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvprobe import __version__
 from kvprobe.textcells import from_cell, to_cell
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+_TEMPORARY = ".kvprobe-"
 # the packages whose version can change a number
 VERSIONED = ("kvprobe", "torch", "transformers", "tokenizers", "numpy", "scipy", "numba")
 # a notebook shows so many rows and says how many more there are
@@ -146,9 +149,11 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
             special.write(data)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".kvprobe-")
+    sweep_temporaries(path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{_TEMPORARY}{os.getpid()}-")
     try:
         with os.fdopen(handle, "wb") as file:
+            _is_ours(file)
             file.write(data)
         # mkstemp makes private files; a result is as readable as any file the user writes
         umask = os.umask(0)
@@ -158,6 +163,36 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def sweep_temporaries(folder: Path) -> None:
+    """Remove what runs that were killed in the middle of `write_whole` left in a folder."""
+    for stale in folder.glob(f"{_TEMPORARY}*-*"):
+        owner = stale.name.removeprefix(_TEMPORARY).partition("-")[0]
+        # another run may sweep as well, and what cannot be removed is no reason to write nothing
+        with suppress(OSError):
+            if owner.isdecimal() and not _lives(int(owner)):
+                with stale.open("r+b") as file:
+                    if _is_ours(file):
+                        stale.unlink()
+
+
+def _lives(process: int) -> bool:
+    import psutil
+
+    return bool(psutil.pid_exists(process))
+
+
+def _is_ours(file: BinaryIO) -> bool:
+    """Lock a file, if nobody has, until it is closed: whose process is not of this machine may write it as well."""
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
 
 
 def run_record(*parts: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
