@@ -7,7 +7,9 @@ interrupts.guard()
 
 import errno
 import io
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,7 +33,42 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 # modules of kvprobe.commands, in the order in which --help lists them
 COMMANDS = ("sinks", "lowrank", "window", "cache", "memory", "latency", "gqa", "generate", "report", "pull", "models")
+# longer than a SHA-256
+_LONG_NUMBER = re.compile(r"\d{80,}")
 PLOT_ENDINGS = (".svg", ".png", ".pdf")
+
+
+class _Countable:
+    """Of a type of integers: those that a machine could count to, so that no size computed from one overflows."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; a usage error for one that is none, or beyond 2^40."""
+        number: int = super().convert(value, param, ctx)  # type: ignore[misc]
+        if abs(number) > 2**40:
+            raise click.BadParameter(f"{number} is beyond 2^40, more than any machine holds", ctx, param)
+        return number
+
+
+class Count(_Countable, click.types.IntParamType):
+    """An integer; what it may not be, the library says."""
+
+
+COUNT = Count()
+
+
+class CountFrom(_Countable, click.IntRange):
+    """An integer of at least so much."""
+
+
+class Finite(click.FloatRange):
+    """A number of a range; neither infinity nor nan is one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number, or a usage error."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            raise click.BadParameter(f"{value} is not a finite number", ctx, param)
+        return number
 
 
 class LazyGroup(click.Group):
@@ -136,7 +173,7 @@ def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callab
         ),
         click.option(
             "--tokens",
-            type=int,
+            type=COUNT,
             default=tokens,
             show_default=tokens is not None,
             help="Length of the passage, BOS included." + (f"  [default: {unless}]" if unless else ""),
@@ -240,9 +277,10 @@ def _status_of(error: BaseException) -> int:
 
 
 def _told(line: str, status: int, *, keep: str = "") -> int:
+    short = _LONG_NUMBER.sub(lambda found: f"{found[0][:20]}… ({len(found[0])} digits)", line)
     # where standard error is gone, the exit code still says it
     with suppress(OSError):
-        click.echo(visible(line, keep=keep), err=True)
+        click.echo(visible(short, keep=keep), err=True)
     return status
 
 

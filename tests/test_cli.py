@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -59,6 +60,27 @@ def test_what_cannot_be_written_is_refused_before_the_work(run, arguments, says)
     done = run("sinks", "nosuch-model", *arguments)
     assert done.returncode == 2
     assert says in done.stderr
+
+
+def numbers():
+    for name in cli.COMMANDS:
+        for option in cli.cli.get_command(None, name).params:
+            if isinstance(option.type, click.types.FloatParamType | click.types.IntParamType):
+                yield pytest.param(name, option, id=f"{name} {option.opts[0]}")
+
+
+@pytest.mark.parametrize(("name", "option"), list(numbers()))
+@pytest.mark.parametrize("value", ["9223372036854775808", "1" + "0" * 400, "-1" + "0" * 400, "9" * 5000, "nan", "inf"])
+def test_no_option_takes_a_number_beyond_all_machines(run, name, option, value):
+    if isinstance(option.type, click.types.FloatParamType) and value == "9223372036854775808":
+        value = "1e999"
+    done = run(name, option.opts[0], value, "gpt2")
+    assert (done.returncode, done.stdout) in ((1, ""), (2, ""))
+    # the last line says it, after a hint to --help at most
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(("Error: ", "kvprobe: "))
+    assert "unexpected" not in said
+    assert len(said) < 300
 
 
 @pytest.mark.parametrize(
@@ -203,6 +225,12 @@ def test_errors_show_what_cannot_be_seen(run, arguments):
     assert done.returncode in (1, 2)
     assert done.stderr.replace("\n", "").isprintable()
     assert r"\x1b[31m\u202e" in done.stderr
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused(run):
+    done = run("generate", "nosuch", "naïve \udcff")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "Error: PROMPT is not UTF-8: byte 0xff at character 6"
 
 
 def test_a_panic_of_a_library_is_one_line_too(run, gpt2_random, monkeypatch):

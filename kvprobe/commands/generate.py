@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import common, load_model
+from kvprobe.cli import COUNT, common, load_model
 
 if TYPE_CHECKING:
     from kvprobe.caches import KVCache
@@ -19,12 +19,12 @@ DEFAULT_SINKS = 4
 
 @click.command("generate", short_help="Continue a prompt with our own decoder and KV cache.")
 @click.argument("arguments", nargs=-1, required=True, metavar="[MODEL] PROMPT")
-@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Stop after this many new tokens.")
+@click.option("--max-new-tokens", type=COUNT, default=128, show_default=True, help="Stop after this many new tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the likeliest token.")
-@click.option("--top-k", type=int, help="Draw from the K likeliest tokens.")
+@click.option("--top-k", type=COUNT, help="Draw from the K likeliest tokens.")
 @click.option("--top-p", type=float, help="Draw from the fewest likeliest tokens that hold this much probability.")
-@click.option("--window", type=int, help="Keep only the last W tokens, and the sinks: constant memory.")
-@click.option("--sinks", type=int, help=f"Keep the first N tokens besides the window.  [default: {DEFAULT_SINKS}]")
+@click.option("--window", type=COUNT, help="Keep only the last W tokens, and the sinks: constant memory.")
+@click.option("--sinks", type=COUNT, help=f"Keep the first N tokens besides the window.  [default: {DEFAULT_SINKS}]")
 @click.option(
     "--positions",
     type=click.Choice(["absolute", "cache"]),
@@ -60,6 +60,13 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         raise click.UsageError("--sinks and --positions say what a window keeps: give --window too")
     if options["window"] is not None and options["no_cache"]:
         raise click.UsageError("--window is a cache, --no-cache is none: give one of them")
+
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        # an argument's byte that is no UTF-8 comes as half of a surrogate pair
+        byte = ord(prompt[error.start]) & 0xFF
+        raise click.UsageError(f"PROMPT is not UTF-8: byte 0x{byte:02x} at character {error.start}") from None
 
     import time
 
