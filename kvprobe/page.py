@@ -8,10 +8,11 @@ import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from html import escape as escape_html
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.results import Row
+from kvprobe.visible import shown, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,8 +32,12 @@ def plain(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, int):
         return f"{value:,}"
-    text = value if isinstance(value, str) else _nested(value)
-    return text if text.isprintable() and text == text.strip() else repr(text)
+    return shown(value if isinstance(value, str) else _nested(value))
+
+
+def escape(text: str, *, quote: bool = True) -> str:
+    """Text for a page: nothing in it is read as HTML, and what cannot be seen is."""
+    return escape_html(visible(text), quote=quote)
 
 
 def _nested(value: Any) -> str:
@@ -104,8 +109,7 @@ def document(title: str, lead: str, sections: Sequence[Section]) -> bytes:
 </body>
 </html>
 """
-    # half of a surrogate pair can stand in a file's name and in no UTF-8
-    return page.encode(errors="replace")
+    return page.encode()
 
 
 def table(columns: Sequence[Column], rows: Sequence[Row], foot: Row | None = None, caption: str = "") -> str:

@@ -6,21 +6,25 @@ import json
 import math
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvprobe import __version__
+from kvprobe.textcells import from_cell, to_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 
+_TEMPORARY = ".kvprobe-"
 # the packages whose version can change a number
 VERSIONED = ("kvprobe", "torch", "transformers", "tokenizers", "numpy", "scipy", "numba")
 # a notebook shows so many rows and says how many more there are
@@ -62,15 +66,33 @@ class Result:
                     said = f"{self.analysis}: {name} is {value}, and JSON has no such number"
                     raise ValueError(f"{said}: ask for --format table or csv")
         document = {"analysis": self.analysis, "rows": self.rows, "run": self.run}
-        return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        # what JSON leaves as it is and cannot be seen: as JSON escapes it, so that the value is the same
+        return text if text.replace("\n", "").isprintable() else "".join(map(_json_escaped, text))
 
     def to_csv(self) -> str:
-        """The rows alone, with a header; an empty cell is a null."""
+        """The rows alone, with a header; an empty cell is a null, and texts stand as :mod:`kvprobe.textcells` says."""
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames=list(self.rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows)
+        for row in self.rows:
+            cells = {name: to_cell(value) if isinstance(value, str) else value for name, value in row.items()}
+            writer.writerow(cells)
         return text.getvalue()
+
+    @staticmethod
+    def rows_of_csv(text: str) -> list[dict[str, str]]:
+        """The rows of a table that :meth:`to_csv` wrote, each cell as a text: ``""`` is a null, ``"0.5"`` a number.
+
+        >>> result = Result("sinks", [{"layer": 0, "top_token": "=1+1", "mass": -0.5}])
+        >>> print(result.to_csv(), end="")
+        layer,top_token,mass
+        0,'=1+1,-0.5
+        >>> Result.rows_of_csv(result.to_csv())
+        [{'layer': '0', 'top_token': '=1+1', 'mass': '-0.5'}]
+        """
+        rows = csv.DictReader(io.StringIO(text, newline=""))
+        return [{name: from_cell(cell) for name, cell in row.items()} for row in rows]
 
     @classmethod
     def from_json(cls, text: str) -> "Result":
@@ -112,6 +134,10 @@ class Result:
         return table(columns, some, caption=caption)
 
 
+def _json_escaped(character: str) -> str:
+    return character if character.isprintable() or character == "\n" else json.dumps(character)[1:-1]
+
+
 def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON's")
 
@@ -128,9 +154,11 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
             special.write(data)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".kvprobe-")
+    sweep_temporaries(path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{_TEMPORARY}{os.getpid()}-")
     try:
         with os.fdopen(handle, "wb") as file:
+            _is_ours(file)
             file.write(data)
         # mkstemp makes private files; a result is as readable as any file the user writes
         umask = os.umask(0)
@@ -140,6 +168,36 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def sweep_temporaries(folder: Path) -> None:
+    """Remove what runs that were killed in the middle of `write_whole` left in a folder."""
+    for stale in folder.glob(f"{_TEMPORARY}*-*"):
+        owner = stale.name.removeprefix(_TEMPORARY).partition("-")[0]
+        # another run may sweep as well, and what cannot be removed is no reason to write nothing
+        with suppress(OSError):
+            if owner.isdecimal() and not _lives(int(owner)):
+                with stale.open("r+b") as file:
+                    if _is_ours(file):
+                        stale.unlink()
+
+
+def _lives(process: int) -> bool:
+    import psutil
+
+    return bool(psutil.pid_exists(process))
+
+
+def _is_ours(file: BinaryIO) -> bool:
+    """Lock a file, if nobody has, until it is closed: whose process is not of this machine may write it as well."""
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
 
 
 def run_record(*parts: Mapping[str, Any], **settings: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import common, load_model
+from kvprobe.cli import COUNT, common, load_model
 
 if TYPE_CHECKING:
     from kvprobe.caches import KVCache
@@ -19,12 +19,12 @@ MOST_PROMPT = 1 << 24
 
 @click.command("generate", short_help="Continue a prompt with our own decoder and KV cache.")
 @click.argument("arguments", nargs=-1, required=True, metavar="[MODEL] PROMPT")
-@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Stop after this many new tokens.")
+@click.option("--max-new-tokens", type=COUNT, default=128, show_default=True, help="Stop after this many new tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the likeliest token.")
-@click.option("--top-k", type=int, help="Draw from the K likeliest tokens.")
+@click.option("--top-k", type=COUNT, help="Draw from the K likeliest tokens.")
 @click.option("--top-p", type=float, help="Draw from the fewest likeliest tokens that hold this much probability.")
-@click.option("--window", type=int, help="Keep only the last W tokens, and the sinks: constant memory.")
-@click.option("--sinks", type=int, help=f"Keep the first N tokens besides the window.  [default: {DEFAULT_SINKS}]")
+@click.option("--window", type=COUNT, help="Keep only the last W tokens, and the sinks: constant memory.")
+@click.option("--sinks", type=COUNT, help=f"Keep the first N tokens besides the window.  [default: {DEFAULT_SINKS}]")
 @click.option(
     "--positions",
     type=click.Choice(["absolute", "cache"]),
@@ -69,6 +69,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     from kvprobe.generate import Generation, Sampling, pieces, stream
     from kvprobe.results import Result, run_record, write_whole
     from kvprobe.texts import Text, check_utf8
+    from kvprobe.visible import harmless
 
     started = time.perf_counter()
     sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"], top_p=options["top_p"])
@@ -117,7 +118,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     with watch.span():
         for piece in chain([prompt], pieces(tokens(), spell), ["\n"]):
             if shown:
-                click.echo(piece, nl=False)
+                click.echo(harmless(piece), nl=False)
     load = watch.record(device=loaded.device)
     generation = Generation.of(steps, cache)
     row = {

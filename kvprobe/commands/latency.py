@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import common, load_model
+from kvprobe.cli import COUNT, CountFrom, Finite, common, load_model
 
 COLUMNS = (
     "phase",
@@ -30,11 +30,11 @@ COLUMNS = (
 @click.option(
     "--context",
     "contexts",
-    type=int,
+    type=COUNT,
     multiple=True,
     help="Tokens attended to, the newest included. Repeat for several.  [default: 128, 512 and 1024]",
 )
-@click.option("--batch", "batches", type=int, multiple=True, help="Rows decoded at once. Repeatable.  [default: 1]")
+@click.option("--batch", "batches", type=COUNT, multiple=True, help="Rows decoded at once. Repeatable.  [default: 1]")
 @click.option(
     "--phase",
     "phases",
@@ -50,20 +50,20 @@ COLUMNS = (
     help="Read and decode the fastest way there is (a CPU: compiled by numba), or with the readable decoder in torch.",
 )
 @click.option("--random-weights", is_flag=True, help="Take MODEL's shape alone and draw the weights.")
-@click.option("--repeats", type=click.IntRange(1), default=20, show_default=True, help="Runs a row, at most.")
+@click.option("--repeats", type=CountFrom(1), default=20, show_default=True, help="Runs a row, at most.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=3.0,
     show_default=True,
     help="After so long a row stops repeating, though not before three runs.",
 )
 @click.option("--end-to-end", is_flag=True, help="Also a whole answer: a prompt, then many tokens, both ways.")
-@click.option("--prompt-tokens", type=int, default=3584, show_default=True, help="Of --end-to-end: the prompt.")
-@click.option("--new-tokens", type=int, default=256, show_default=True, help="Of --end-to-end: tokens generated.")
+@click.option("--prompt-tokens", type=COUNT, default=3584, show_default=True, help="Of --end-to-end: the prompt.")
+@click.option("--new-tokens", type=COUNT, default=256, show_default=True, help="Of --end-to-end: tokens generated.")
 @click.option(
     "--naive-samples",
-    type=int,
+    type=COUNT,
     help="Of --end-to-end without a cache: time only so many tokens, spread evenly.  [default: all]",
 )
 @common

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvprobe.cli import common, load_subject, passage_options
+from kvprobe.cli import COUNT, common, load_subject, passage_options
 
 if TYPE_CHECKING:
     from kvprobe.results import Result
@@ -25,7 +25,7 @@ SPECTRUM_COLUMNS = (
 @click.option(
     "--rank",
     "ranks",
-    type=int,
+    type=COUNT,
     multiple=True,
     help="Singular directions kept in every layer. Repeat for a curve.  [default: 1/2, 1/4 and 1/8 of the width]",
 )
@@ -56,7 +56,7 @@ SPECTRUM_COLUMNS = (
     help="Another text for the basis heldout, a file or a name as --text.  [default: later tokens of the same text]",
 )
 @click.option("--center", is_flag=True, help="Take the mean of the fitted tokens out first (it is stored as well).")
-@click.option("--score-from", type=int, help="The first target is the token after it.  [default: half of --tokens]")
+@click.option("--score-from", type=COUNT, help="The first target is the token after it.  [default: half of --tokens]")
 @click.option("--spectrum", is_flag=True, help="Only what rank each layer has, before and after RoPE: no loss.")
 @click.option(
     "--allocate",
