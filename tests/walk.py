@@ -3,8 +3,9 @@
 import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ),
     (r".*intermediate_size.*|expert_ffn_hidden_size", 24),
     (r"num_attention_heads|n_heads?|num_heads|(num_)?(encoder_|decoder_)?attention_heads|swa_num_attention_heads", 4),
-    (r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads", 2),
-    (r"head_dim|kv_channels|attention_head_dim|swa_head_dim|dim_head|attention_head_size", 24),
+    (r"num_key_value_heads|num_kv_heads", 2),
+    (r"swa_num_key_value_heads", 1),
+    (r"head_dim|kv_channels|attention_head_dim|dim_head|attention_head_size", 24),
+    (r"swa_head_dim", 20),
     (r"kv_lora_rank", 20),
     (r"q_lora_rank", 12),
     (r"qk_rope_head_dim|rotary_dim", 8),
@@ -136,13 +139,13 @@ class Held:
     dtype: str
 
 
-def shrunk(model_type: str) -> PreTrainedConfig:
+def shrunk(model_type: str, **changes: Any) -> PreTrainedConfig:
     """The family's default configuration with every size made small; patterns over layers keep a whole period."""
-    return _shrink(CONFIG_MAPPING[model_type])
+    return _shrink(CONFIG_MAPPING[model_type], changes)
 
 
-def _shrink(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
-    default, overrides = kind(), _OVERRIDES.get(kind.model_type, {})
+def _shrink(kind: type[PreTrainedConfig], changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedConfig:
+    default, overrides = kind(), {**_OVERRIDES.get(kind.model_type, {}), **changes}
     plain, fields = default.to_dict(), kind.__dataclass_fields__
     n_default, n_layers = _n_layers(default, plain)
     given: dict[str, Any] = {}
