@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 FAMILIES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TOKENS = (3, 40)
@@ -109,6 +109,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},
+    "mllama_text_model": {"cross_attention_layers": [1, 3]},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 2},
     "ministral": {"head_dim": 24},
     "nemotron": {"head_dim": 24, "num_key_value_heads": 2},
@@ -196,6 +197,16 @@ def caches(config: PreTrainedConfig) -> list[Any]:
         return _caches(config, "meta")
     except Exception:
         return _caches(config, "cpu")
+
+
+def is_encoder_kind(model_type: str) -> bool:
+    """Whether the class is an encoder or the decoder half of an encoder–decoder, by its own code or configuration."""
+    kind = CONFIG_MAPPING[model_type]
+    takes = inspect.signature(MODEL_FOR_CAUSAL_LM_MAPPING[kind].forward).parameters
+    said = kind().to_dict()
+    if said.get("is_encoder", False) or said.get("attn_type") == "bi":
+        return True
+    return "encoder_hidden_states" in takes or "encoder_outputs" in takes
 
 
 def told(error: Exception) -> str:
