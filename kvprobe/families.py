@@ -70,18 +70,19 @@ _ENCODER_DECODER = "it is an encoder–decoder, and kvprobe reads causal models 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(_ENCODERS.split(), _ENCODER),
     **dict.fromkeys(_ENCODER_DECODERS.split(), _ENCODER_DECODER),
-    **dict.fromkeys(("musicgen", "musicgen_melody", "moshi", "csm", "bark", "dia"), "it holds several models in one"),
+    **dict.fromkeys(("musicgen", "musicgen_melody", "csm", "bark", "dia"), "it holds several models in one"),
     **dict.fromkeys(
-        ("dory", "hrm_text", "inkling2_loop_text"), "its layers run several times over, each time with its own K and V"
+        ("dory", "inkling2_loop_text"), "its layers run several times over, each time with its own K and V"
     ),
     **dict.fromkeys(
         ("inkling_text", "inkling2_text", "zaya", "qwen4_exp", "qwen4_exp_text"),
         "its attention layers keep convolution states too, which are not modelled here",
     ),
     **dict.fromkeys(
-        ("dots3_note", "dots3_note_text", "hy_v4", "glm5_next_text", "minimax_m3_vl_text"),
+        ("dots3_note", "dots3_note_text", "glm5_next_text"),
         "its indexers and layers of different latents are not modelled here",
     ),
+    "cpmant": "it caches a learned prompt of its own before every text, which is not modelled here",
     "blt": "its patches have no fixed length in tokens",
     "reformer": "its hashed attention keeps buckets, which are not modelled here",
     "hymba": "its memory tokens and shared layers are not modelled here",
@@ -121,6 +122,7 @@ _READ_BY_RULE: dict[str, tuple[str, ...]] = {
     "cla": ("use_cla", "cla_share_factor"),
     "all": ("index_head_dim",),
     "glm": ("index_head_dim", "indexer_types", "index_topk_pattern"),
+    "minimax_m3": ("index_head_dim",),
 }
 
 # what a family that is not listed may say: read by everyone, or without bearing on the cache although it sounds so

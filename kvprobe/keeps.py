@@ -89,7 +89,8 @@ def _attention(kind: str, of: Reading, family: Family) -> Layer:
     n_kv_heads = _kv_heads(of, n_heads)
     v_head_dim = of.config.get("v_head_dim") and of.optional("v_head_dim", least=0)
     if family.heads == "swa" and kind == "sliding":
-        n_kv_heads = of.optional("swa_num_key_value_heads") or n_kv_heads
+        # MiMo-V2 has twice as many there, which the class in transformers takes for granted
+        n_kv_heads = of.optional("swa_num_key_value_heads") or 2 * n_kv_heads
         n_heads = of.optional("swa_num_attention_heads") or n_heads
         head_dim = of.optional("swa_head_dim") or head_dim
         v_head_dim = of.optional("swa_v_head_dim") or v_head_dim
@@ -171,14 +172,23 @@ def _reader(layer: Layer) -> Layer:
 def _with_index(of: Reading, family: Family, layers: Layers) -> Layers:
     if family.index is None:
         return layers
-    width = of.number("index_head_dim")
+    # the second stands in the configuration that MiniMax-M3 was published with
+    width = of.part("sparse_attention_config").optional("sparse_index_dim") or of.number("index_head_dim")
     if family.index == "all":
         return tuple(replace(layer, index=width) for layer in layers)
     # GLM-5: layers that take over the choice of an earlier one have no indexer
-    return tuple(
-        replace(layer, index=width if own else 0)
-        for layer, own in zip(layers, _has_index(of, len(layers)), strict=True)
-    )
+    named = (_is_sparse if family.index == "minimax_m3" else _has_index)(of, len(layers))
+    return tuple(replace(layer, index=width if own else 0) for layer, own in zip(layers, named, strict=True))
+
+
+def _is_sparse(of: Reading, n_layers: int) -> list[bool]:
+    """MiniMax-M3: the layers of a type of their own, or with a 1 in a list of numbers."""
+    if (types := of.sequence("layer_types")) is not None:
+        return [name == "minimax_m3_sparse" for name in types]
+    chosen = of.part("sparse_attention_config").numbers("sparse_attention_freq") or [0] * n_layers
+    if len(chosen) != n_layers:
+        raise of.refusal(f"has {n_layers} layers and {len(chosen)} numbers in sparse_attention_freq")
+    return [bool(sparse) for sparse in chosen]
 
 
 def _has_index(of: Reading, n_layers: int) -> list[bool]:

@@ -17,6 +17,7 @@ TYPES = {
     "global_attention": "full",
     "indexed_attention": "full",
     "deepseek_sparse_attention": "full",
+    "minimax_m3_sparse": "full",
     "sliding_attention": "sliding",
     "local_attention": "sliding",
     "chunked_attention": "chunked",
@@ -311,6 +312,15 @@ def _mllama(of: Reading, _: "Family") -> Kinds:
     return tuple("none" if layer in cross else "full" for layer in range(of.n_layers))
 
 
+def _hrm(of: Reading, _: "Family") -> Kinds:
+    """Two stacks run by turns, and each run of a layer has K and V of its own.
+
+    num_hidden_layers counts the runs, except where num_layers_per_stack does not stand beside it: it is that then.
+    """
+    runs = 1 if of.optional("num_layers_per_stack") else of.number("H_cycles") * (of.number("L_cycles") + 1)
+    return ("full",) * (of.n_layers * runs)
+
+
 def _fla(of: Reading, _: "Family") -> Kinds:
     """flash-linear-attention: ``attn`` names the layers that are softmax attention."""
     own = of.part("attn")
@@ -330,6 +340,7 @@ RULES: dict[str, Callable[[Reading, "Family"], Kinds]] = {
     "flint": _flint,
     "full_attn_idxs": _full_attn_idxs,
     "gpt_neo": _gpt_neo,
+    "hrm": _hrm,
     "kimi_linear": _kimi_linear,
     "lfm3": _lfm3,
     "llama4": _llama4,
