@@ -115,6 +115,7 @@ def test_what_makers_did_is_undone_layer_by_layer():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("cpm-ant", "family cpmant: .* learned prompt"),
         ("bert", "family bert: it is an encoder"),
         ("t5-11b", "family t5: it is an encoder–decoder"),
         ("layers-1e9", "says 1,000,000,000 for n_layers: kvprobe reads at most 10,000 layers"),
@@ -235,6 +236,35 @@ SPELLINGS = {
         {"model_type": "glm_moe_dsa", "index_topk_pattern": "FSSFSSFS", "index_head_dim": 8, "kv_lora_rank": 24}
         | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
         (8 * (24 + 4) + 3 * 8, 0),
+    ),
+    "indexers of the first and every fourth from the second on": (
+        {"model_type": "hy_v4", "index_head_dim": 8, "kv_lora_rank": 24, "num_key_value_heads": 4}
+        | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        (8 * (24 + 4) + 3 * 8, 0),  # layers 0, 1 and 5
+    ),
+    "indexers in the sparse layers, as published": (
+        {"model_type": "minimax_m3_vl_text", "head_dim": 16, "index_head_dim": 32}
+        | {"sparse_attention_config": {"sparse_attention_freq": [0, 0, 0, 1, 1, 1, 1, 1], "sparse_index_dim": 8}},
+        (8 * KV + 5 * 8, 0),
+    ),
+    "indexers in the sparse layers, as transformers writes them": (
+        {"model_type": "minimax_m3_vl_text", "head_dim": 16, "index_head_dim": 8}
+        | {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 5},
+        (8 * KV + 5 * 8, 0),
+    ),
+    # every high cycle runs the low stack L_cycles times and the high one once
+    "runs of two stacks": (
+        {"model_type": "hrm_text", "head_dim": 16, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 3},
+        (2 * 2 * (3 + 1) * KV, 0),
+    ),
+    "runs of two stacks, counted": (
+        {"model_type": "hrm_text", "head_dim": 16, "num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 3},
+        (8 * KV, 0),
+    ),
+    "twice the heads where they slide": (
+        {"model_type": "mimo_v2_flash", "head_dim": 16, "v_head_dim": 8, "hybrid_layer_pattern": [0] + [1] * 7}
+        | {"sliding_window": 1024},
+        (2 * (16 + 8) + 7 * 4 * (16 + 8), 0),
     ),
     "an MLA of nobody known": (
         {"model_type": "unheard_of", "kv_lora_rank": 24, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},

@@ -16,6 +16,7 @@ FAST = ("gemma2", "qwen3_next", "deepseek_v3", "gpt_neo", "mistral")
 # Decoders without a bill: what they keep is not modelled, and their refusal says so.
 UNMODELLED = {
     "blt",
+    "cpmant",
     "dory",
     "dots3_note",
     "dots3_note_text",
