@@ -122,16 +122,14 @@ def _undone(spec: Spec, dtype: str) -> Iterator[Lever]:
         )
     if any(layer.kind == "shared" for layer in attending):
         yield Lever("no layer shares", "undone", changed(_alone), "every layer with K and V of its own")
-    if any(layer.limit is not None or layer.compressed for layer in attending):
-        yield Lever("all layers full", "undone", changed(_full), "every layer with attention keeps every token")
-    if any(layer.state + layer.conv for layer in spec.layers) and attending:
+    if attending and any(layer.limit is not None or layer.kind in ("linear", "recurrent") for layer in spec.layers):
         usual = next((layer for layer in attending if layer.kind == "full"), attending[0])
-        plain = replace(usual, state=0, conv=0)
+        plain = _full(replace(usual, state=0, conv=0))
         yield Lever(
-            "attention in every layer",
+            "all layers full",
             "undone",
-            changed(lambda layer: plain if layer.state + layer.conv else layer),
-            "its K and V, every token, in place of each state",
+            changed(lambda layer: plain if layer.kind in ("linear", "recurrent") else _full(layer)),
+            "every layer keeps every token",
         )
 
 

@@ -105,9 +105,11 @@ def test_what_makers_did_is_undone_layer_by_layer():
     assert undone("gemma4", "as MHA, 16 KV heads").next_token(0) == 2 * 16 * (5 * 512 + 25 * 256) * 4
     assert undone("gemma4", "all layers full").next_token(9999) == 2 * (5 * 2 * 512 + 25 * 8 * 256) * 4
     assert undone("gemma4", "GQA, 4/1 KV heads").next_token(0) == 2 * (5 * 1 * 512 + 25 * 4 * 256) * 4
+    # 8 sliding layers of one head of 256 keep every token, and so do the 18 recurrent ones with K and V in their place
+    assert undone("recurrentgemma", "all layers full").next_token(9999) == 26 * 2 * 256 * 4
     assert undone("hunyuan-cla", "no layer shares").next_token(0) == 64 * 2 * 8 * 80 * 4
     assert undone("nemotron-nas", "as MHA, 64 KV heads").next_token(0) == 49 * 2 * 64 * 128 * 4
-    assert undone("jamba-like", "attention in every layer").next_token(0) == 8 * 2 * 2 * 16 * 4
+    assert undone("jamba-like", "all layers full").next_token(0) == 8 * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,11 @@ SPELLINGS = {
     "heads of each layer": (
         {"model_type": "deci", "num_key_value_heads": None, "num_key_value_heads_per_layer": [1] * 5 + [4] * 3},
         ((5 + 3 * 4) * 2 * 16, 0),
+    ),
+    "every third layer of eight shared": (
+        {"model_type": "hunyuan", "use_cla": True, "cla_share_factor": 3},
+        # layers 0, 3 and 6 have their own
+        (3 * KV, 0),
     ),
     "layers of cross-attention": (
         {"model_type": "mllama_text_model", "cross_attention_layers": [3, 7]},
