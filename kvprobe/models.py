@@ -153,7 +153,10 @@ def load_spec(name: str, *, progress: Progress = silent) -> Spec:
 
 def find(name: str, *, only_config: bool = False, progress: Progress = silent) -> Found:
     """What a name means, fetched from the hub where it must be; see `load`."""
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise KvprobeError(f"{name!r} is of a user who has no home; {_here()}") from None
     if name in pull.CATALOGUE:
         if pull.CATALOGUE[name].kind != "model":
             raise KvprobeError(f"{name} is a tokenizer without weights; {_here()}")
