@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvprobe import catalogue, models
+from kvprobe import busy, catalogue, models
 from kvprobe.cli import run
 from kvprobe.console import emit
 from kvprobe.models import Loaded
@@ -42,7 +42,11 @@ def keep(result: Result) -> None:
 
 
 def show(result: Result, *, save: bool, columns: Sequence[str] = (), summary: Sequence[str] = ()) -> None:
-    """Print the table (all columns, or these) and, with ``save``, keep results/NAME.csv and NAME.json."""
-    emit(result, format_="table", out=None, columns=columns or list(result.rows[0]), summary=summary)
+    """Print the table (all columns, or these) and, with ``save``, keep results/NAME.csv and NAME.json.
+
+    Below it stand the lines of ``summary`` and, of what was timed on a busy machine, that it is not to be quoted.
+    """
+    below = [*summary, *busy.lines(result.run)]
+    emit(result, format_="table", out=None, columns=columns or list(result.rows[0]), summary=below)
     if save:
         keep(result)

@@ -29,7 +29,8 @@ from torch import Tensor
 from analyses.common import script, show
 from analyses.timing import in_ms
 from kvprobe import fast, models
-from kvprobe.bench import BUFFER_BYTES, cores, readers
+from kvprobe.bench import BUFFER_BYTES, readers
+from kvprobe.busy import Watch, cores
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.generate import stream
@@ -80,14 +81,15 @@ def run(
         decoder = from_hf(loaded.model)
         decoder.check_length(n_prompt + n_new)
         ways, used = _ways(loaded, decoder, ids, n_new, compiled=compiled, gguf=gguf)
+        watch = Watch()
         with readers("cpu") as kernels:
             reading = {name: partial(_read, kernel) for name, kernel in kernels.items()}
-            taken = _in_turns(ways | reading, repeats)
+            taken = _in_turns(ways | reading, repeats, watch)
         settings: dict[str, Any] = {"n_prompt": n_prompt, "n_new": n_new, "repeats": repeats, "compiled": compiled}
         if gguf is not None:
             settings |= {"gguf": Path(gguf).name, "gguf_sha256": sha256(Path(gguf))}
             settings |= {"llama_cpp": version("llama-cpp-python")}
-        record = run_record(about, settings, used)
+        record = run_record(about, settings, used, watch.record())
     finally:
         torch.set_num_threads(before)
     moved = Shape.of(decoder).decode(n_prompt + n_new // 2).bytes_moved
@@ -186,13 +188,14 @@ def _llama_cpp(gguf: str, ids: Tensor, n_new: int) -> Run:
     return once
 
 
-def _in_turns(ways: dict[str, Run], repeats: int) -> dict[str, list[list[float]]]:
+def _in_turns(ways: dict[str, Run], repeats: int, watch: Watch) -> dict[str, list[list[float]]]:
     for once in ways.values():
         once()
     taken: dict[str, list[list[float]]] = {way: [] for way in ways}
     for turn in range(repeats):
         for way in list(ways)[:: -1 if turn % 2 else 1]:
-            taken[way].append(ways[way]())
+            with watch.span():
+                taken[way].append(ways[way]())
     return taken
 
 

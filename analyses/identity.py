@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvprobe import hub, models
+from kvprobe import headers, models
 from kvprobe.errors import KvprobeError
 
 WEIGHTS_SHA1 = "89a76996d7c6ee89b86618a265483aab73e61d50"
@@ -51,7 +51,7 @@ def identify(model: str, *, reference: str | None = None, trust: bool = False) -
         path = directory / name
         if path.is_file() and (found := sha1_of(path)) != expected:
             return Identity(False, f"its {name} has the SHA-1 {found[:12]}…, GPT-2's {expected[:12]}…")
-    files = hub.weight_files(directory)
+    files = headers.weight_files(directory)
     if not files:
         return Identity(False, "it has no weights in safetensors")
     found = f"{len(files)} files" if len(files) > 1 else sha1_of(files[0])

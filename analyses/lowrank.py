@@ -15,6 +15,7 @@ oracle that wins alone blames the basis.
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -25,6 +26,7 @@ from analyses.common import keep, script
 from kvprobe import passages
 from kvprobe.console import emit, notice, progress_bar
 from kvprobe.errors import KvprobeError
+from kvprobe.experiments.words import fitted_to
 from kvprobe.passages import Passage, Text
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
@@ -50,7 +52,7 @@ def run(
 ) -> Result:
     """The rows of ``kvprobe lowrank`` for every passage and basis, with ``passage`` and ``offset``; then those of all.
 
-    From each text ``n_passages`` consecutive passages are scored; the text of ``heldout`` is the one after it. The
+    From each text ``n_passages`` consecutive passages are scored; ``heldout`` is fitted to the one after it. The
     first passage with the oracle is the published protocol (``part``). Rows of passage ``all`` are over the targets
     of all passages. A text that cannot be had is left out and named in the run record. ``answer`` there says, for
     each basis, at which ranks the whole interval over all passages is below the full pass and which it was worse at.
@@ -59,9 +61,7 @@ def run(
     read, missing = _texts(texts, progress)
     subject = prepare(model, text=texts[texts.index(read[0][0])], tokens=tokens, progress=progress)
     cuts = [
-        (_cut(subject, text, tokens, i), _cut(subject, text, tokens, i + 1))
-        for _, text in read
-        for i in range(n_passages)
+        pair for _, text in read for pair in pairwise(_consecutive(subject, text, tokens=tokens, number=n_passages + 1))
     ]
     ranks = _ranks(subject, parts, min(score_from, tokens))
     rows: list[Row] = []
@@ -124,10 +124,13 @@ def _texts(names: Sequence[str], progress: Progress) -> tuple[list[tuple[str, Te
     return read, missing
 
 
-def _cut(subject: Subject, text: Text, tokens: int, index: int) -> Passage:
-    # consecutive passages share no token of the text; each has its own BOS, where the model has one
-    n_content = tokens - subject.passage.n_front
-    return passages.encode(subject.loaded.tokenizer, text, n_tokens=tokens, offset=index * n_content)
+def _consecutive(subject: Subject, text: Text, *, tokens: int, number: int) -> list[Passage]:
+    # they share no token of the text; each has its own BOS, where the model has one
+    found: list[Passage] = []
+    while len(found) < number:
+        offset = found[-1].next_offset if found else 0
+        found.append(passages.encode(subject.loaded.tokenizer, text, n_tokens=tokens, offset=offset))
+    return found
 
 
 def _ranks(subject: Subject, parts: Sequence[int], most: int) -> list[int]:
@@ -160,7 +163,8 @@ def summary(result: Result) -> list[str]:
     lines = ["", "over all passages, against the untruncated pass (95 % intervals):"]
     for basis, verdicts in result.run["answer"].items():
         said = [f"{verdict} at {', '.join(map(str, ranks))}" for verdict, ranks in verdicts.items() if ranks]
-        lines.append(f"  {basis}: {'; '.join(said)}")
+        name = f"{basis} ({fitted_to(result.run)})" if basis == "heldout" else basis
+        lines.append(f"  {name}: {'; '.join(said)}")
     better = [basis for basis, verdicts in result.run["answer"].items() if verdicts["better"]]
     if not better:
         lines.append("no truncated pass beats the full one")

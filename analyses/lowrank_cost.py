@@ -20,6 +20,7 @@ from torch import Tensor
 from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe.attention import AttentionCall
+from kvprobe.busy import Watch
 from kvprobe.hooks import attending
 from kvprobe.lowrank import View, fit, gram_vectors
 from kvprobe.results import Result, Row, run_record
@@ -57,16 +58,17 @@ def run(model: str, *, text: str = "bundled", tokens: int = 1024, repeats: int =
             network, ids, ranks=[limit * (i + 1) // (SWEEP + 1) for i in range(SWEEP)], score_from=score_from
         ),
     }
-    rows = compare(ways, repeats=repeats)
+    watch = Watch()
+    rows = compare(ways, repeats=repeats, watch=watch)
     middle = matrices[len(matrices) // 2]
     alone: dict[str, Callable[[], object]] = {
         "one matrix, eigh of its Gram matrix": partial(gram_vectors, middle),
         "one matrix, a basis for other rows": partial(fit, middle),
         "one matrix, svd (gesdd)": partial(torch.linalg.svd, middle, full_matrices=False),
     }
-    rows += compare(alone, repeats=repeats)
+    rows += compare(alone, repeats=repeats, watch=watch)
     settings = {"width": width, "repeats": repeats, "score_from": score_from}
-    return Result("lowrank_cost", [_with_share(row) for row in rows], run_record(record, settings))
+    return Result("lowrank_cost", [_with_share(row) for row in rows], run_record(record, settings, watch.record()))
 
 
 def _with_share(row: Row) -> Row:

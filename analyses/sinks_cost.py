@@ -20,6 +20,7 @@ import torch
 from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe import mass
+from kvprobe.busy import Watch
 from kvprobe.results import Result, run_record
 from kvprobe.subject import Subject, prepare
 
@@ -28,17 +29,17 @@ GIB = 1 << 30
 
 def run(model: str, tokens: list[int], *, text: str = "time-machine", repeats: int = 7) -> Result:
     """Rows ``tokens, way, ms_median, ms_low, ms_high, ratio, peak_gib`` for each of ``tokens`` and way."""
-    rows, records = [], []
+    rows, records, watch = [], [], Watch()
     for n_tokens in tokens:
         subject = prepare(model, text=text, tokens=n_tokens, device="cpu")
         peaks = {way: _peak_in_a_fresh_process(model, text, n_tokens, way) for way in WAYS}
         ways = {way: partial(call, subject) for way, call in WAYS.items()}
         records.append(subject.record() | {"repeats": repeats if n_tokens <= 2048 else min(repeats, 3)})
-        for row in compare(ways, repeats=records[-1]["repeats"]):
+        for row in compare(ways, repeats=records[-1]["repeats"], watch=watch):
             rows.append({"tokens": n_tokens, **row, "peak_gib": peaks[row["way"]]})
     # the first passage's record, and what differs by length
     by_length = {name: [record[name] for record in records] for name in ("n_tokens", "repeats")}
-    return Result("sinks_cost", rows, run_record(records[0] | by_length))
+    return Result("sinks_cost", rows, run_record(records[0] | by_length, watch.record()))
 
 
 @torch.no_grad()

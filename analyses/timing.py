@@ -6,26 +6,31 @@ Machines are shared and their speed drifts: a ratio of neighbours in time says m
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 from kvprobe.bench import Timing
+from kvprobe.busy import Watch
 from kvprobe.results import Row
 
 
-def compare(ways: Mapping[str, Callable[[], object]], *, repeats: int = 7, warm_up: int = 1) -> list[Row]:
+def compare(
+    ways: Mapping[str, Callable[[], object]], *, watch: Watch | None = None, repeats: int = 7, warm_up: int = 1
+) -> list[Row]:
     """Time every way ``repeats`` times in turn; the first is the reference of the ratios.
 
     Rows: ``way, ms_median, ms_low, ms_high`` (quartiles, in milliseconds) and ``ratio``, the median over the turns
-    of a way's time to the reference's time in the same turn.
+    of a way's time to the reference's time in the same turn. ``watch`` counts what else ran, for the record.
     """
     for _ in range(warm_up):
         for run in ways.values():
             run()
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, run in ways.items():
-            started = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - started)
+    with watch.span() if watch is not None else nullcontext():
+        for _ in range(repeats):
+            for name, run in ways.items():
+                started = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - started)
     reference = times[next(iter(ways))]
     rows = []
     for name, taken in times.items():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from analyses.common import script, show
 from analyses.timing import compare
-from kvprobe.bench import cores
+from kvprobe.busy import Watch, cores
 from kvprobe.cells import config_of
 from kvprobe.config import DecoderConfig
 from kvprobe.corpus import Corpus
@@ -58,9 +58,10 @@ def run(
             PLAIN: partial(_step, plain, optimizers[0], windows, batch),
             SAME_HABITS: partial(_step, same, optimizers[1], windows, plan.micro_batch),
         }
-        rows = compare(ways, repeats=repeats)
+        watch = Watch()
+        rows = compare(ways, repeats=repeats, watch=watch)
         settings = {"n_kv_heads": n_kv_heads, "n_layers": n_layers, "width": width, "length": length, "batch": batch}
-        record = run_record(settings, repeats=repeats, threads=torch.get_num_threads(), dtype="float32")
+        record = run_record(settings, watch.record(), repeats=repeats, threads=torch.get_num_threads(), dtype="float32")
     finally:
         torch.set_num_threads(before)
     sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (decoder, plain, same)]

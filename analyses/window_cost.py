@@ -13,6 +13,7 @@ import click
 
 from analyses.common import script, show
 from analyses.timing import compare
+from kvprobe.busy import Watch
 from kvprobe.results import Result, run_record
 from kvprobe.scoring import token_losses
 from kvprobe.subject import Subject, prepare
@@ -41,14 +42,15 @@ def run(
         for n, by_slot in ((0, False), (n_sink, False), (n_sink, True)):
             name = f"window {window}, {n} sinks, {'cache' if by_slot else 'absolute'}"
             ways[name] = partial(_losses, subject, score_from, window, n, by_slot)
-    rows = compare(ways, repeats=repeats)
+    watch = Watch()
+    rows = compare(ways, repeats=repeats, watch=watch)
     fresh = {
         "plain": ways["plain"],
         f"window {RECOMPUTE_WINDOW}, recompute": partial(_recompute, subject, score_from),
     }
-    rows += compare(fresh, repeats=recompute_repeats, warm_up=0)[1:]
+    rows += compare(fresh, repeats=recompute_repeats, warm_up=0, watch=watch)[1:]
     settings = {"repeats": repeats, "recompute_repeats": recompute_repeats, "n_sink": n_sink, "score_from": score_from}
-    return Result("window_cost", rows, run_record(subject.record(), settings))
+    return Result("window_cost", rows, run_record(subject.record(), settings, watch.record()))
 
 
 def _losses(subject: Subject, score_from: int, window: int = 0, n_sink: int = 0, by_slot: bool = False) -> None:

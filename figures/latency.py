@@ -6,18 +6,19 @@ python -m figures.latency --results results --out figures/drawn
 from matplotlib.figure import Figure
 
 from figures._paper import Picture
+from kvprobe.busy import said
 from kvprobe.plots import latency, roofline
-from kvprobe.plots.style import TWO_COLUMNS, panels, styled
+from kvprobe.plots.style import TWO_COLUMNS, panels, styled, titled
 from kvprobe.results import Result
 
 
 def draw(result: Result, width: float) -> Figure:
-    """Medians with quartiles, and the least that a cached step can take."""
+    """Medians with quartiles, and the least that a cached step can take; that the machine was busy stands above."""
     rows = [roofline.with_rates(row) for row in result.rows if row["batch"] == result.run["batches"][0]]
     with styled():
         figure, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 2.9)
         latency.draw(rows, ax)
-    return figure
+        return titled(figure, said("", result.run))
 
 
 PICTURE = Picture("latency", draw, needs="latency")

@@ -4,6 +4,9 @@ The few names that most work begins with. ``import kvprobe`` loads nothing heavy
 is used. The experiments of the command line are functions of :mod:`kvprobe.experiments`, one a module.
 """
 
+# first: where this is the command, Ctrl-C is in hand before anything that takes time
+from kvprobe import interrupts as _interrupts  # noqa: F401, I001
+
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal

@@ -3,7 +3,6 @@
 A figure from a data sheet is no ceiling: what counts is the best that real kernels reach on this machine now.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvprobe.busy import cores
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
 from kvprobe.roofline import Ceilings
@@ -109,11 +109,6 @@ def timed(
             taken.append(ended - started)
         tick(done + 1)
     return Timing(tuple(taken))
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

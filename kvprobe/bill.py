@@ -1,13 +1,17 @@
 """How many bytes does a KV cache take, by the model's shape alone?
 
 A cache is a sum over layers. A layer keeps vectors of every token (K and V, or one latent), of all tokens or of the
-last ones only; a linear-attention layer keeps a state that no token makes larger.
+last ones only, or one for every few; a linear-attention layer keeps a state that no token makes larger.
 """
 
 from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 
-from kvprobe.errors import UnsupportedModelError
+from kvprobe.layers import Layer
 from kvprobe.spec import Spec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -22,13 +26,15 @@ GROUP_BYTES = 4
 class LayerCache:
     """What one layer keeps: ``vectors`` of each token, by their widths in elements, of ``limit`` tokens (None: of all).
 
-    ``state`` elements, in float32, and ``conv`` elements, in the cache's dtype, are kept whatever the context.
+    ``compressed`` are (n, width): a vector more for every n tokens, of all of them. ``state`` elements, in float32, and
+    ``conv`` elements, in the cache's dtype, are kept whatever the context.
     """
 
     vectors: tuple[int, ...] = ()
     limit: int | None = None
     state: int = 0
     conv: int = 0
+    compressed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,81 +49,128 @@ class Bill:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
 
+    @cached_property
+    def _counts(self) -> dict[LayerCache, int]:
+        # thousands of layers are a few that differ, and sums are asked for thousands of times
+        return Counter(self.layers)
+
     def total(self, context: int, *, batch: int = 1) -> int:
         """Bytes after ``context`` tokens of each of ``batch`` sequences, the newest token included."""
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
         if context < 0:
             raise ValueError(f"context must be at least 0, got {context}")
-        kept = (context if layer.limit is None else min(context, layer.limit) for layer in self.layers)
-        per_token = (self._token_bytes(layer) for layer in self.layers)
-        return batch * (self.state + sum(n * size for n, size in zip(kept, per_token, strict=True)))
+        grown = (
+            times * (self._last(layer, context) + self._compressed(layer, context))
+            for layer, times in self._counts.items()
+        )
+        return batch * (self.state + sum(grown))
 
     def next_token(self, context: int) -> int:
-        """Bytes of one more token of one sequence at this context: 0 where every layer has stopped growing."""
-        return self.total(context + 1) - self.total(context)
+        """Bytes of one more token of one sequence at this context: 0 where every layer has stopped growing.
 
-    @property
+        A vector for every n tokens counts with its n-th part in each of them.
+        """
+        counts = self._counts.items()
+        grown = sum(times * (self._last(layer, context + 1) - self._last(layer, context)) for layer, times in counts)
+        parts = (Fraction(times * self._bytes(width), n) for layer, times in counts for n, width in layer.compressed)
+        return grown + round(sum(parts, Fraction()))
+
+    @cached_property
     def state(self) -> int:
         """Bytes of one sequence that no token makes larger."""
-        return sum(layer.state * STATE_BYTES + layer.conv * DTYPE_BYTES[self.dtype] for layer in self.layers)
+        return sum(
+            times * (layer.state * STATE_BYTES + layer.conv * DTYPE_BYTES[self.dtype])
+            for layer, times in self._counts.items()
+        )
 
     @property
     def stops_at(self) -> int | None:
         """The context from which on nothing grows any more; None if something always does."""
-        limits = [layer.limit for layer in self.layers if layer.vectors]
+        if any(layer.compressed for layer in self._counts):
+            return None
+        limits = [layer.limit for layer in self._counts if layer.vectors]
         return None if None in limits else max((limit for limit in limits if limit is not None), default=0)
 
     def outgrows(self, n_bytes: int, *, batch: int = 1) -> int | None:
         """The first context at which the cache is larger than ``n_bytes``, such as the weights; None if it never is."""
-        last = max(layer.limit or 0 for layer in self.layers)
-        growth = self.next_token(last)
-        if not growth and self.total(last, batch=batch) <= n_bytes:
+        last = max(layer.limit or 0 for layer in self._counts)
+        if self.stops_at is not None and self.total(last, batch=batch) <= n_bytes:
             return None
-        end = last + (n_bytes // (batch * growth) + 1 if growth else 0)
+        end = max(1, last)
+        while self.total(end, batch=batch) <= n_bytes:
+            end *= 2
         return bisect_right(range(end), n_bytes, key=lambda context: self.total(context, batch=batch))
 
-    def _token_bytes(self, layer: LayerCache) -> int:
+    def _last(self, layer: LayerCache, context: int) -> int:
+        kept = context if layer.limit is None else min(context, layer.limit)
+        return kept * sum(self._bytes(width) for width in layer.vectors)
+
+    def _compressed(self, layer: LayerCache, context: int) -> int:
+        return sum(context // n * self._bytes(width) for n, width in layer.compressed)
+
+    def _bytes(self, width: int) -> int:
         if self.bits is None:
-            return sum(layer.vectors) * DTYPE_BYTES[self.dtype]
-        return sum(-(-width * self.bits // 8) + -(-width // GROUP) * GROUP_BYTES for width in layer.vectors)
+            return width * DTYPE_BYTES[self.dtype]
+        return -(-width * self.bits // 8) + -(-width // GROUP) * GROUP_BYTES
 
 
 def bill(spec: Spec, dtype: str = "float32") -> Bill:
-    """The cache of the model as it is.
+    """The cache of the model as it is, the sum of what its layers keep.
 
     K and V of every KV head; under MLA one latent and the rotary part of the key, which K and V share, so without the
-    factor 2 (DeepSeek-V2, 2024, table 1). A sliding layer keeps its window, the newest token included. Raises
-    UnsupportedModelError for linear layers whose state the configuration does not give.
+    factor 2 (DeepSeek-V2, 2024, table 1). A sliding layer keeps its window, the newest token included, and a chunked
+    one a whole chunk.
     """
-    if spec.kv_lora_rank:
-        vectors: tuple[int, ...] = tuple(filter(None, (spec.kv_lora_rank, spec.qk_rope_head_dim)))
-    else:
-        vectors = (spec.n_kv_heads * spec.head_dim, spec.n_kv_heads * spec.v_head_dim)
-    if "linear" in spec.kinds and spec.linear_state is None:
-        raise UnsupportedModelError(
-            f"the state of the linear-attention layers of the family {spec.family} is not known to kvprobe"
-        )
-    linear = LayerCache(state=spec.linear_state or 0, conv=spec.linear_conv)
-    layers = (
-        linear if kind == "linear" else LayerCache(vectors, window)
-        for kind, window in zip(spec.kinds, spec.windows, strict=True)
-    )
-    return Bill(tuple(layers), dtype)
+    return Bill(caches(spec.layers), dtype)
+
+
+def caches(layers: Iterable[Layer]) -> tuple[LayerCache, ...]:
+    """What each of ``layers`` keeps, widths instead of heads."""
+    layers = tuple(layers)
+    kept = {
+        layer: LayerCache(layer.vectors, layer.limit, layer.state, layer.conv, layer.compressed)
+        for layer in dict.fromkeys(layers)
+    }
+    return tuple(kept[layer] for layer in layers)
 
 
 def describe(spec: Spec) -> str:
     """What each kind of layer keeps, in words: what grows, what stops, what is constant."""
-    if spec.kv_lora_rank:
-        what = f"one latent of {spec.kv_lora_rank} and a rotary key of {spec.qk_rope_head_dim or 0} a token (MLA)"
-    else:
-        form = {spec.n_heads: "MHA", 1: "MQA"}.get(spec.n_kv_heads, "GQA")
-        what = f"K and V of {spec.n_kv_heads} of {spec.n_heads} heads ({form}), {spec.head_dim} wide"
-    n_linear, limits = spec.kinds.count("linear"), [window for window in spec.windows if window is not None]
-    parts = [f"{n} keep every token" for n in [spec.n_layers - n_linear - len(limits)] if n]
-    parts += [f"{limits.count(limit)} stop growing at {limit:,} tokens" for limit in sorted(set(limits))]
-    parts += [f"{n_linear} keep a state of constant size"] if n_linear else []
-    return f"{what}; of {spec.n_layers} layers {', '.join(parts)}"
+    counts = Counter(spec.layers)
+    forms: dict[str, int] = {}
+    for layer, times in counts.items():
+        if layer.vectors:
+            forms[_form(layer)] = forms.get(_form(layer), 0) + times
+    what = "; ".join(f"{form} in {times} layers" if len(forms) > 1 else form for form, times in forms.items())
+    growing, limits, words = 0, Counter[int](), Counter[str]()
+    for layer, times in counts.items():
+        if layer.compressed:
+            words["keep their last tokens and a vector for every few of all"] += times
+        elif layer.vectors and layer.limit is None:
+            growing += times
+        elif layer.vectors:
+            limits[layer.limit or 0] += times
+        elif layer.kind in ("shared", "none"):
+            words["read the K and V of another" if layer.kind == "shared" else "keep nothing"] += times
+        if layer.state + layer.conv:
+            # a layer may have attention too
+            words[f"keep a state of constant size{' beside it' if layer.vectors else ''}"] += times
+    parts = [f"{growing} keep every token"] if growing else []
+    parts += [f"{times} stop growing at {limit:,} tokens" for limit, times in sorted(limits.items())]
+    parts += [f"{times} {said}" for said, times in words.items()]
+    return f"{what or 'no K and V'}; of {spec.n_layers} layers {', '.join(parts)}"
+
+
+def _form(layer: Layer) -> str:
+    index = f", and an indexer's key of {layer.index}" if layer.index else ""
+    if layer.latent and not layer.rotary:
+        return f"one vector of {layer.latent} for K and V"
+    if layer.latent:
+        return f"one latent of {layer.latent} and a rotary key of {layer.rotary} a token (MLA){index}"
+    form = {layer.n_heads: "MHA", 1: "MQA"}.get(layer.n_kv_heads, "GQA")
+    wide = f"{layer.head_dim} wide" + (f" (V {layer.v_head_dim})" if layer.v_head_dim != layer.head_dim else "")
+    return f"K and V of {layer.n_kv_heads} of {layer.n_heads} heads ({form}), {wide}{index}"
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class Shelf:
             kept = json.loads(self._path(cell).read_text(encoding="utf-8"))
             # one that somebody has edited is trained again
             return kept if _whole(kept, cell) else None
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
     def finish(self, cell: Cell, *, progress: Progress = silent) -> dict[str, Any] | None:

@@ -1,15 +1,22 @@
 """The command line: which question does each command ask? Thin: options in, one result out, errors in one line."""
 
+# first: while the rest is imported, Ctrl-C is in hand as well
+from kvprobe import interrupts
+
+interrupts.guard()
+
 import errno
+import functools
+import io
+import math
 import os
-import signal
+import re
 import sys
-import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -17,6 +24,7 @@ from kvprobe import __version__
 from kvprobe.errors import KvprobeError
 from kvprobe.process import settle
 from kvprobe.progress import Progress
+from kvprobe.visible import visible
 
 if TYPE_CHECKING:
     from kvprobe.models import Loaded
@@ -26,7 +34,42 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 # modules of kvprobe.commands, in the order in which --help lists them
 COMMANDS = ("sinks", "lowrank", "window", "cache", "memory", "latency", "gqa", "generate", "report", "pull", "models")
+# longer than a SHA-256
+_LONG_NUMBER = re.compile(r"\d{80,}")
 PLOT_ENDINGS = (".svg", ".png", ".pdf")
+
+
+class _Countable:
+    """Of a type of integers: those that a machine could count to, so that no size computed from one overflows."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; a usage error for one that is none, or beyond 2^40."""
+        number: int = super().convert(value, param, ctx)  # type: ignore[misc]
+        if abs(number) > 2**40:
+            raise click.BadParameter(f"{number} is beyond 2^40, more than any machine holds", ctx, param)
+        return number
+
+
+class Count(_Countable, click.types.IntParamType):
+    """An integer; what it may not be, the library says."""
+
+
+COUNT = Count()
+
+
+class CountFrom(_Countable, click.IntRange):
+    """An integer of at least so much."""
+
+
+class Finite(click.FloatRange):
+    """A number of a range; neither infinity nor nan is one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number, or a usage error."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            raise click.BadParameter(f"{value} is not a finite number", ctx, param)
+        return number
 
 
 class LazyGroup(click.Group):
@@ -57,6 +100,9 @@ def cli() -> None:
     MODEL is a pulled name, a local directory, a GGUF file or a hub id such as gpt2 (the default).
     `kvprobe models` lists what can be loaded here. `kvprobe COMMAND --help` explains each command.
     """
+    from kvprobe.store import sweep_all
+
+    sweep_all()
 
 
 def with_options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
@@ -124,11 +170,11 @@ def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callab
             "--text",
             default="bundled",
             show_default=True,
-            help="A UTF-8 file, - for standard input, or a name: bundled, time-machine.",
+            help="A UTF-8 file, - for standard input, or a name: bundled, time-machine, manual.",
         ),
         click.option(
             "--tokens",
-            type=int,
+            type=COUNT,
             default=tokens,
             show_default=tokens is not None,
             help="Length of the passage, BOS included." + (f"  [default: {unless}]" if unless else ""),
@@ -138,7 +184,7 @@ def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callab
             type=click.Choice(["auto", "add", "drop"]),
             default="auto",
             show_default=True,
-            help="Begin-of-sequence token: as the tokenizer does by itself, always, or never.",
+            help="Begin-of-sequence token: as the tokenizer does by itself, always, or none but the text's own.",
         ),
     )
 
@@ -148,12 +194,28 @@ def common(command: Command) -> Command:
     plot = click.option(
         "--plot", type=click.Path(dir_okay=False), callback=_checked_plot, help="Draw to FILE: .svg, .png, .pdf."
     )
-    return with_options(*model_options(), plot, *output_options())(command)
+    return with_options(*model_options(), plot, *output_options())(checked_first(command, weights=False))
 
 
 def passage_options(command: Command) -> Command:
-    """The options that choose the text."""
-    return with_options(*text_options())(command)
+    """The options that choose the text, of a command that reads it with the weights of a model."""
+    return with_options(*text_options())(checked_first(command))
+
+
+def checked_first(command: Command, *, weights: bool = True) -> Command:
+    """Refuses a model by its files' headers before ``command`` imports what takes seconds (`kvprobe.models.check`)."""
+
+    @functools.wraps(command)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        for name in filter(None, [options.get("model"), *options.get("arguments", ())[:1]]):
+            # the first of `generate`'s arguments may be its prompt
+            if name.endswith(".gguf") or (weights and name == options.get("model")):
+                from kvprobe import models
+
+                models.check(name, weights=weights)
+        return command(*arguments, **options)
+
+    return cast(Command, checked)
 
 
 def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "Loaded":
@@ -173,10 +235,15 @@ def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **m
 
     ``more`` goes to :func:`kvprobe.subject.prepare` too, and before the options.
     """
+    from kvprobe.console import notice
+    from kvprobe.passages import notices
     from kvprobe.subject import prepare
 
     given = {name: options[name] for name in ("text", "tokens", "bos", "dtype", "device")}
-    return prepare(model, **(given | more), progress=progress)
+    subject = prepare(model, **(given | more), progress=progress)
+    for said in notices(subject.passage):
+        notice(said, quiet=options["quiet"])
+    return subject
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -185,58 +252,66 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(command: click.Command, arguments: list[str] | None = None, *, name: str) -> None:
-    """Run ``command`` as a program and exit: 0, 1 for what the user can mend, 2 for usage, 130 for Ctrl-C."""
-    settle()
-    interrupts = _noted_interrupts()
+    """Run ``command`` as a program and exit: 0, 1 for what the user can mend, 2 for usage, 130 for Ctrl-C.
+
+    SIGTERM clears up as Ctrl-C does, and exits with 143.
+    """
+    done = interrupts.work()
     try:
-        status = command.main(args=arguments, prog_name=name, standalone_mode=False)
-        sys.stdout.flush()
+        try:
+            settle()
+            value = command.main(args=arguments, prog_name=name, standalone_mode=False)
+            sys.stdout.flush()
+        finally:
+            done()
+        status = _interrupted() or (value if isinstance(value, int) else 0)
     except BaseException as error:
         # Ctrl-C inside an import of a library can come out as any error of that library's own, and a panic of one that
         # is written in Rust is no Exception
-        interrupted = interrupts or isinstance(error, click.Abort | KeyboardInterrupt)
-        sys.exit(_told("kvprobe: interrupted", 130) if interrupted else _status_of(error))
-    sys.exit(status if isinstance(status, int) else 0)
+        if interrupts.seen() is None and isinstance(error, click.Abort | KeyboardInterrupt):
+            status = _told("kvprobe: interrupted", 130)
+        else:
+            status = _interrupted() or _status_of(error)
+    finally:
+        interrupts.release()
+    sys.exit(status)
+
+
+def _interrupted() -> int:
+    """The exit code of a command that a signal ends, which is told in one line; 0 where there was none."""
+    number = interrupts.seen()
+    return 0 if number is None else _told(interrupts.SAID[number], 128 + number)
 
 
 def _status_of(error: BaseException) -> int:
     """The exit code of an error, which is told in one line; what is not for users to see is raised again."""
     if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
+        said = io.StringIO()
+        error.show(said)
+        return _told(said.getvalue().rstrip("\n"), error.exit_code, keep="\n")
     if isinstance(error, BrokenPipeError):
         # the reader (head, less) has seen enough; keep the interpreter from flushing into the closed pipe again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    if os.environ.get("KVPROBE_DEBUG") or not isinstance(error, Exception):
+    if os.environ.get("KVPROBE_DEBUG") or isinstance(error, SystemExit):
         raise error
     return _told(f"kvprobe: {_one_line(error)}", 1)
 
 
-def _told(line: str, status: int) -> int:
-    click.echo(line, err=True)
+def _told(line: str, status: int, *, keep: str = "") -> int:
+    short = _LONG_NUMBER.sub(lambda found: f"{found[0][:20]}… ({len(found[0])} digits)", line)
+    # where standard error is gone, the exit code still says it
+    with suppress(OSError):
+        click.echo(visible(short, keep=keep), err=True)
     return status
 
 
-def _noted_interrupts() -> list[int]:
-    """What fills when Ctrl-C is pressed, which still raises KeyboardInterrupt."""
-    seen: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        raise KeyboardInterrupt
-
-    # only in place of Python's own: a process in the background ignores Ctrl-C, and only the main thread may ask
-    on_main = threading.current_thread() is threading.main_thread()
-    if on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, note)
-    return seen
-
-
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, KvprobeError | ValueError):
         return text
+    if isinstance(error, RecursionError):
+        return "a file is nested too deep to be read: none that a model or kvprobe itself writes is"
     if isinstance(error, OverflowError):
         return f"a number is too large or not finite ({text}): look through the options"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -267,3 +342,6 @@ def checked_parent(ctx: click.Context, param: click.Parameter, value: str | None
     if value is not None and not os.access(Path(value).parent, os.W_OK):
         raise click.BadParameter(f"directory {str(Path(value).parent)!r} cannot be written to", ctx, param)
     return value
+
+
+interrupts.release()

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe import interrupts
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, write_whole
+from kvprobe.visible import shown, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,12 +24,22 @@ SECONDS_BETWEEN_LINES = 10.0
 def progress_bar(quiet: bool) -> Iterator[Progress]:
     """A bar on standard error while the block runs; lines where that is no terminal; nothing if ``quiet``."""
     if quiet:
-        yield silent
+        yield _watchful(silent)
     elif sys.stderr.isatty():
         with _rich_bar() as bar:
-            yield bar
+            yield _watchful(bar)
     else:
-        yield _Lines()
+        yield _watchful(_Lines())
+
+
+def _watchful(progress: Progress) -> Progress:
+    """The same, ending at its next step what Ctrl-C could not end because Python dropped it."""
+
+    def step(what: str, done: int, total: int | None, unit: str = "") -> None:
+        interrupts.check()
+        progress(what, done, total, unit)
+
+    return step
 
 
 @contextmanager
@@ -53,13 +65,13 @@ def _rich_bar() -> Iterator[Progress]:
                 return DownloadColumn().render(task) + " " + TransferSpeedColumn().render(task)
             return MofNCompleteColumn().render(task)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), Amount(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), Amount(), TimeRemainingColumn())
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(what: str, done: int, total: int | None, unit: str = "") -> None:
             if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total, unit=unit)
+                tasks[what] = bars.add_task(visible(what), total=total, unit=unit)
             bars.update(tasks[what], completed=done, total=total)
 
         yield show
@@ -77,23 +89,24 @@ class _Lines:
             return
         self._last[what] = now
         amount = f"{done:,} of {total:,}" if total else f"{done:,}" if done else ""
-        click.echo(f"{what}: {amount} {unit}".rstrip() if amount else what, err=True)
+        click.echo(visible(f"{what}: {amount} {unit}".rstrip() if amount else what), err=True)
 
 
 def notice(text: str, *, quiet: bool = False) -> None:
     """One line on standard error."""
     if not quiet:
-        click.echo(text, err=True)
+        click.echo(visible(text), err=True)
 
 
 def emit(result: Result, *, format_: str, out: str | None, columns: Sequence[str], summary: Sequence[str] = ()) -> None:
     """Print or write a result: ``columns`` are the fields a table shows, ``summary`` the lines under it."""
+    interrupts.check()
     if format_ == "json":
         text = result.to_json()
     elif format_ == "csv":
         text = result.to_csv()
     else:
-        text = "\n".join([table(result.rows, columns), *summary]) + "\n"
+        text = "\n".join([table(result.rows, columns), *map(visible, summary)]) + "\n"
     if out is None:
         click.echo(text, nl=False)
     else:
@@ -123,9 +136,7 @@ def _cell(value: Any) -> str:
         return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
     if isinstance(value, int):
         return f"{value:,}"
-    text = str(value)
-    # a token may be a line break, or begin with a space: show it so that it is seen and keeps the row whole
-    return text if text.isprintable() and text == text.strip() else repr(text)
+    return shown(str(value))
 
 
 def save_plot(figure: "Figure", path: str) -> None:

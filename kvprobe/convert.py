@@ -9,13 +9,21 @@ import functools
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.gguf_join import join
+from kvprobe.gguf_model import Described, describe
+from kvprobe.gguf_vocabulary import AS_LLAMA3, DIGITS_ALONE
 from kvprobe.progress import Progress, silent
 from kvprobe.store import disk_full, run_watched
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _UNSUPPORTED = "kvprobe: unsupported: "
 
@@ -24,12 +32,17 @@ def convert(gguf: Path, directory: Path, *, log: Path, name: str, progress: Prog
     """Writes the model of a GGUF file into `directory`: float32 safetensors, configuration and tokenizer.
 
     The weights are the file's own, dequantised to float32: nothing is rounded again. Raises UnsupportedModelError for
-    an architecture that transformers cannot read from GGUF, KvprobeError for a file that is broken. `log` is a
-    scratch file for what the conversion says.
+    an architecture, tensor or key that is not understood, KvprobeError for a file that is broken or not whole, or a
+    model that does not fit memory or disk. `log` is a scratch file for what the conversion says.
     """
-    with gguf.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise KvprobeError(f"{gguf.name} is not a GGUF file: it does not begin with the letters GGUF")
+    described = describe(gguf, name=name)
+    _refuse_if_too_big(described, directory, name=name)
+    source = gguf
+    if described.header.parts:
+        progress(f"joining the {len(described.header.parts)} parts of {name}", 0, None)
+        # transformers reads one file only
+        source = log.with_name("joined.gguf")
+        join(described.header, source)
     start = time.monotonic()
 
     def watch() -> None:
@@ -41,7 +54,7 @@ def convert(gguf: Path, directory: Path, *, log: Path, name: str, progress: Prog
         else:
             progress(f"converting {name}: {'writing' if done else 'reading'}", int(time.monotonic() - start), None, "s")
 
-    command = [sys.executable, "-m", "kvprobe.convert", str(gguf), str(directory)]
+    command = [sys.executable, "-m", "kvprobe.convert", str(source), str(directory)]
     # found by the child however it was found by us
     search = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search)}
@@ -55,46 +68,124 @@ def convert(gguf: Path, directory: Path, *, log: Path, name: str, progress: Prog
         raise KvprobeError(f"{name} could not be converted from GGUF: {last.strip()}")
 
 
+def _refuse_if_too_big(described: Described, directory: Path, *, name: str) -> None:
+    import psutil
+
+    need, memory = described.n_bytes, psutil.virtual_memory().available
+    files = sum(path.stat().st_size for path in described.header.files) if described.header.parts else 0
+    disk = shutil.disk_usage(directory).free
+    if need > memory or need + files > disk:
+        raise KvprobeError(
+            f"{name} converted to float32 needs {need / 2**30:,.2f} GiB of memory ({memory / 2**30:,.2f} GiB are free) "
+            f"and {(need + files) / 2**30:,.2f} GiB of disk ({disk / 2**30:,.2f} GiB are free): free some, take a "
+            "smaller model, or set KVPROBE_HOME to a directory on a larger disk"
+        )
+
+
 def _convert_here(gguf: Path, directory: Path) -> None:
     import gguf as reading
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    described = describe(gguf)
     # transformers reads the file anew for the configuration, the weights and the tokenizer, 4 to 20 s each time
     reading.GGUFReader = functools.cache(reading.GGUFReader)
+    unread = _watch_names(described)
     from_gguf = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     try:
         config = AutoConfig.from_pretrained(**from_gguf)
     except (ValueError, KeyError) as error:
-        print(_UNSUPPORTED + " ".join(str(error).split()), file=sys.stderr)
-        raise SystemExit(1) from None
-    model = AutoModelForCausalLM.from_pretrained(**from_gguf, config=config, dtype=torch.float32)
+        raise _unsupported(" ".join(str(error).split())) from None
+    _carry(described, config)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        **from_gguf, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    _refuse_unloaded(report, unread)
     # the file is plain float32 from here on: left in, these would send the next load back to the GGUF
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
     model.save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(**from_gguf)
-    _mend_pre_tokenizer(tokenizer, gguf)
-    if model.config.max_position_embeddings:
-        tokenizer.model_max_length = model.config.max_position_embeddings
+    _mend_tokenizer(tokenizer, described.header.keys)
+    if positions := getattr(model.config, "max_position_embeddings", None):
+        tokenizer.model_max_length = positions
     tokenizer.save_pretrained(directory)
 
 
-def _mend_pre_tokenizer(tokenizer: object, gguf: Path) -> None:
-    """Splits digits one by one where the file says so: transformers 5.24 ignores ``tokenizer.ggml.pre``.
+def _unsupported(what: str) -> SystemExit:
+    print(_UNSUPPORTED + what, file=sys.stderr)
+    return SystemExit(1)
 
-    Without it, the two spaces of ``"a  1"`` fall into two tokens where SmolLM2's own tokenizer has one.
+
+def _carry(described: Described, config: "PreTrainedConfig") -> None:
+    """Sets what the file says and transformers 5.24 leaves at the default of another model."""
+    # a Llama file whose general.name is "mistral" would be read as a Mistral, with a window that the file does not have
+    if described.architecture == "llama" and config.model_type != "llama":
+        raise _unsupported(f"a file of the architecture llama was read as {config.model_type}: change its general.name")
+    settings = dict(described.settings)
+    if described.rope is not None:
+        settings["rope_parameters"] = described.rope
+    for key, value in settings.items():
+        if getattr(config, key, None) != value:
+            setattr(config, key, value)
+
+
+def _watch_names(described: Described) -> set[str]:
+    """The file's tensors, of which those disappear that transformers' own map of names takes in."""
+    from transformers import modeling_gguf_pytorch_utils as theirs
+
+    unread = set() if described.architecture in ("lfm2", "qwen35", "qwen35moe") else set(described.header.tensors)
+    unread -= {"rope_freqs.weight"}
+    their_map = theirs.get_gguf_hf_weights_map
+
+    @functools.wraps(their_map)
+    def watched(*args: Any, **kwargs: Any) -> dict[str, str]:
+        names: dict[str, str] = their_map(*args, **kwargs)
+        # stacked experts are looked up without the ending
+        unread.difference_update(names, [f"{name}.weight" for name in names])
+        return names
+
+    theirs.get_gguf_hf_weights_map = watched
+    return unread
+
+
+def _refuse_unloaded(report: dict[str, Any], unread: set[str]) -> None:
+    """Nothing that transformers could not place, and nothing that it made up."""
+    for what, names in {
+        "is missing from the file": report["missing_keys"],
+        "has another shape in the file": [key for key, *_ in report.get("mismatched_keys", ())],
+        "of the file is not read": [*report["unexpected_keys"], *unread],
+    }.items():
+        if names:
+            raise _unsupported(f"{sorted(names)[0]} {what} (of {len(names)} such): it cannot be converted whole")
+
+
+def _mend_tokenizer(tokenizer: Any, keys: dict[str, Any]) -> None:
+    """What ``tokenizer.ggml.pre`` says to llama.cpp and not to transformers 5.24.
+
+    Digits one by one: without that, the two spaces of ``"a  1"`` fall into two tokens where SmolLM2's own tokenizer has
+    one. For Llama 3 and its kin, BOS in front unless a key says otherwise, and no merging in a word that is a token.
     """
-    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 
-    field = GGUFReader(str(gguf)).fields.get("tokenizer.ggml.pre")
-    if field is not None and field.contents() == "smollm":
-        backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend = tokenizer.backend_tokenizer
+    byte_level, cut = keys.get("tokenizer.ggml.model") == "gpt2", keys.get("tokenizer.ggml.pre")
+    if byte_level and cut in DIGITS_ALONE:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+    if byte_level and cut in AS_LLAMA3:
+        backend.model.ignore_merges = True
+        if "tokenizer.ggml.add_bos_token" not in keys and tokenizer.bos_token is not None:
+            tokenizer.add_bos_token = True
+    prefix = keys.get("tokenizer.ggml.add_space_prefix")
+    if keys.get("tokenizer.ggml.model") == "llama" and prefix is not None:
+        made = bool(tokenizer.tokenize("a")[0].startswith("▁"))
+        if made is not prefix:
+            raise _unsupported(
+                f"tokenizer.ggml.add_space_prefix is {prefix}, and the tokenizer that is made does otherwise"
+            )
 
 
 def _tidy(directory: Path) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvprobe.errors import KvprobeError
 from kvprobe.passages import Tokenizer
-from kvprobe.texts import Text
+from kvprobe.texts import Cut, Text
+from kvprobe.tokenizing import guarded, name_of
 
 UNKNOWN = "<unknown>"
 LETTERS = (UNKNOWN, " ", *"abcdefghijklmnopqrstuvwxyz")
@@ -24,14 +25,16 @@ LETTERS = (UNKNOWN, " ", *"abcdefghijklmnopqrstuvwxyz")
 
 # a text may have a few letters of other alphabets (the published one turns them into spaces), not be made of them
 MOST_FOREIGN = 0.01
+BYTES_A_CHARACTER = 64
+"""More than a text has, be it mostly of what becomes a space."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """Ids of one text and how they are split. ``ids`` is int64 ``[n]``; a window is ``length`` ids and the one after.
 
-    ``kind`` says how the text became ids, ``vocab`` how many ids there are; ``name`` and ``sha256`` are the text's.
-    Raises KvprobeError where the text has fewer windows than ``n_train + n_valid``, and for an id outside the
+    ``kind`` says how the text became ids, ``vocab`` how many ids there are; ``name``, ``sha256`` and ``cut`` are the
+    text's. Raises KvprobeError where the text has fewer windows than ``n_train + n_valid``, and for an id outside the
     vocabulary; ValueError for sizes below 1.
     """
 
@@ -43,6 +46,7 @@ class Corpus:
     length: int = 128
     n_train: int = 100_000
     n_valid: int = 3_000
+    cut: Cut | None = None
 
     def __post_init__(self) -> None:
         for name in ("length", "n_train", "n_valid"):
@@ -50,10 +54,11 @@ class Corpus:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         needed = self.n_train + self.n_valid + self.length
         if len(self.ids) < needed:
+            cut = "" if self.cut is None else f" ({self.cut})"
             raise KvprobeError(
                 f"{self.name} is too small: {self.n_train:,} windows to train and {self.n_valid:,} to validate, of "
-                f"{self.length} + 1, need {needed:,} {self.kind} and it has {len(self.ids):,}; give a longer text, or "
-                "ask for fewer windows"
+                f"{self.length} + 1, need {needed:,} {self.kind} and it has {len(self.ids):,}{cut}; give a longer "
+                "text, or ask for fewer windows"
             )
         if (highest := int(self.ids.max())) >= self.vocab:
             raise KvprobeError(f"{self.name} has the id {highest:,}, and the vocabulary {self.vocab:,} ids")
@@ -81,8 +86,9 @@ class Corpus:
         return self.windows(torch.arange(self.n_train, self.n_train + self.n_valid))
 
     def record(self) -> Mapping[str, Any]:
-        """What a run record says of it: name, fingerprint and split, never a path."""
-        return {
+        """What a run record says of it: name, fingerprint and split, never a path; ``text_cut`` where that applies."""
+        cut = {} if self.cut is None else self.cut.record()
+        return cut | {
             "corpus": self.name,
             "corpus_sha256": self.sha256,
             "corpus_kind": self.kind,
@@ -91,6 +97,11 @@ class Corpus:
             "n_train": self.n_train,
             "n_valid": self.n_valid,
         }
+
+
+def enough(n_windows: int, length: int) -> int:
+    """Bytes in which a text has so many windows of ``length`` characters and the one after."""
+    return BYTES_A_CHARACTER * (n_windows + length)
 
 
 def characters(text: Text, **split: int) -> Corpus:
@@ -126,10 +137,14 @@ def spelled(text: Text, characters: str, *, vocabulary: tuple[str, ...], **split
             f"{', …' if len(missing) > 5 else ''}"
         )
     ids = torch.tensor([place[character] for character in characters], dtype=torch.long)
-    return Corpus(text.name, text.sha256, "characters", len(vocabulary), ids, **split)
+    return Corpus(text.name, text.sha256, "characters", len(vocabulary), ids, cut=text.cut, **split)
 
 
 def tokens(text: Text, tokenizer: Tokenizer, **split: int) -> Corpus:
-    """A corpus of a tokenizer's ids, without any begin-of-sequence mark; the vocabulary is the tokenizer's whole."""
-    ids = tokenizer(text.text, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
-    return Corpus(text.name, text.sha256, "tokens", len(tokenizer), torch.tensor(ids, dtype=torch.long), **split)
+    """A corpus of a tokenizer's ids, with no mark put before them; the vocabulary is the tokenizer's whole."""
+    with guarded(name_of(tokenizer)):
+        given = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
+        ids = tokenizer(text.text, **given)["input_ids"]
+    return Corpus(
+        text.name, text.sha256, "tokens", len(tokenizer), torch.tensor(ids, dtype=torch.long), cut=text.cut, **split
+    )

@@ -53,7 +53,7 @@ def rows(
         if spec.max_positions is not None and context > spec.max_positions:
             raise ValueError(f"{context} tokens are more than the model's {spec.max_positions} positions: use fewer")
         # beside the cache itself the prefill of its tokens, and the fused projection is larger than either
-        need = int((2 + spec.n_heads / (2 * spec.n_kv_heads)) * _unbounded(shape).total(context, batch=batch))
+        need = int((2 + spec.n_heads / (2 * max(1, spec.n_kv_heads))) * _unbounded(shape).total(context, batch=batch))
         check_memory(f"a cache of {context:,} tokens, batch {batch}", need, loaded.device)
     found = []
     for context in contexts:
@@ -81,7 +81,7 @@ def rows(
 
 def own_shape(spec: Spec) -> CacheShape | None:
     """What kvprobe's caches must know of the model; None where it keeps other things than one K and V a KV head."""
-    if spec.kv_lora_rank or "linear" in spec.kinds or spec.head_dim != spec.v_head_dim:
+    if not spec.keeps_plain_kv:
         return None
     return CacheShape(n_layers=spec.n_layers, n_kv_heads=spec.n_kv_heads, head_dim=spec.head_dim, windows=spec.windows)
 

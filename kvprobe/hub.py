@@ -5,13 +5,14 @@ the one that is read and filled, so that a model fetched by another tool is foun
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.headers import weight_files
+from kvprobe.jsonfile import read_object
 from kvprobe.progress import Progress, silent
 from kvprobe.store import disk_error, sha256
 
@@ -49,48 +50,44 @@ def quiet() -> Iterator[None]:
 
 def cached(repo: str) -> Path | None:
     """The newest whole snapshot of a repository in the hub's cache; None if there is none."""
+    found = _snapshot(repo)
+    return None if found is None or _lacks(found) else found
+
+
+def _snapshot(repo: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        directory = Path(snapshot_download(repo, local_files_only=True, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(repo, local_files_only=True, allow_patterns=list(WANTED)))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    whole = (directory / "config.json").is_file() and weight_files(directory)
-    return directory if whole else None
+
+
+def _lacks(directory: Path) -> str | None:
+    """Why a snapshot is not whole; None if it is."""
+    try:
+        if (directory / "config.json").is_file() and weight_files(directory):
+            return None
+    except (KvprobeError, OSError) as error:
+        return str(error)
+    return "it has no configuration or no weights"
 
 
 def cached_models() -> list[dict[str, Any]]:
     """The repositories in the hub's cache that can be loaded without a network: name and bytes on the disk."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except (CacheNotFound, OSError, ValueError):
         return []
     return [
         {"name": repository.repo_id, "bytes": repository.size_on_disk}
         for repository in sorted(repositories, key=lambda repository: repository.repo_id)
         if repository.repo_type == "model" and cached(repository.repo_id)
     ]
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory; empty if there are none or one of them is missing.
-
-    Raises KvprobeError where their index is damaged.
-    """
-    index = directory / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise KvprobeError(f"{index.name} in {directory.name} is damaged ({why}): fetch it again") from error
-    files = [directory / name for name in names]
-    return files if all(file.is_file() for file in files) else []
 
 
 def fetch(repo: str, *, only_config: bool = False, progress: Progress = silent) -> Path:
@@ -128,20 +125,25 @@ def fetch(repo: str, *, only_config: bool = False, progress: Progress = silent) 
     except RepositoryNotFoundError as error:
         raise LookupError(f"{constants.ENDPOINT} has no such repository, or hides it from you") from error
     except OfflineModeIsEnabled as error:
-        raise LookupError("it is not in the hub's cache, and HF_HUB_OFFLINE forbids to ask the hub") from error
+        raise LookupError(f"{_why_not_cached(repo)}, and HF_HUB_OFFLINE forbids to ask the hub") from error
     except Exception as error:
         if not _of_the_network(error):
             raise
-        raise LookupError(f"{constants.ENDPOINT} could not be reached ({type(error).__name__})") from error
+        part = "" if _snapshot(repo) is None else f" and {_why_not_cached(repo)}"
+        raise LookupError(f"{constants.ENDPOINT} could not be reached ({type(error).__name__}){part}") from error
 
     names = {sibling.rfilename for sibling in info.siblings or ()}
-    _refuse_without_safetensors(repo, names)
     try:
+        if "adapter_config.json" in names:
+            refuse_adapter(repo, Path(hf_hub_download(repo, "adapter_config.json", etag_timeout=_CONNECT_S)).parent)
+        _refuse_without_safetensors(repo, names)
         if only_config:
             return Path(hf_hub_download(repo, "config.json", etag_timeout=_CONNECT_S)).parent
         bars = _bars(f"downloading {repo}", progress)
         with quiet():
             directory = Path(snapshot_download(repo, allow_patterns=list(WANTED), tqdm_class=bars))
+    except KvprobeError:
+        raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
             raise disk_error(error, Path(constants.HF_HUB_CACHE) / repo) from error
@@ -153,6 +155,27 @@ def fetch(repo: str, *, only_config: bool = False, progress: Progress = silent) 
         ) from error
     _check(repo, directory, progress)
     return directory
+
+
+def _why_not_cached(repo: str) -> str:
+    found = _snapshot(repo)
+    return (
+        "it is not in the hub's cache" if found is None else f"its copy in the hub's cache is damaged ({_lacks(found)})"
+    )
+
+
+def refuse_adapter(name: str, directory: Path) -> None:
+    """Raise UnsupportedModelError for an adapter (LoRA and the like): whose it is, and how the two become one model."""
+    if not (directory / "adapter_config.json").is_file():
+        return
+    settings = read_object(directory / "adapter_config.json", f"the adapter_config.json of {name}")
+    base = str(settings.get("base_model_name_or_path") or "a model that it does not name")
+    # a path is of the machine that it was trained on, and only its end is the model's name
+    base = base if base.count("/") == 1 else base.rstrip("/").rpartition("/")[2]
+    raise UnsupportedModelError(
+        f"{name} is an adapter of {base}, and no model by itself: merge the two with peft "
+        "(`model.merge_and_unload().save_pretrained(DIRECTORY)`) and give that directory"
+    )
 
 
 def _refuse_without_safetensors(repo: str, names: set[str]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvprobe import fast
 from kvprobe.bench import Clock, Timing, check_memory, device_clock, timed
+from kvprobe.busy import Watch
 from kvprobe.caches import KVCache
 from kvprobe.decoder import Decoder
 from kvprobe.generate import prefill
@@ -76,8 +77,8 @@ class Bench:
 
     At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``compiled`` reads
     prompts and decodes the fastest way there is (:mod:`kvprobe.fast`), otherwise by the decoder as it stands. What the
-    first of each kind took is in ``start_ups``, notes on why a step is not the fastest in ``notes``: both fill as rows
-    are timed.
+    first of each kind took is in ``start_ups``, notes on why a step is not the fastest in ``notes``, what else ran in
+    ``watch``: all fill as rows are timed.
     """
 
     decoder: Decoder
@@ -89,6 +90,7 @@ class Bench:
     progress: Progress = silent
     start_ups: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    watch: Watch = field(default_factory=Watch)
 
     def measure(
         self, contexts: Sequence[int], *, batches: Sequence[int] = (1,), phases: Sequence[str] = PHASES
@@ -181,12 +183,13 @@ class Bench:
         step = self._stepper(cache, ids[:, 0])
         cache.reset()
         reader = self._reader(cache, n_prompt)
-        started = clock()
-        token = prefill(self.decoder, ids[:, :n_prompt], cache, reader=reader).argmax(-1)
-        for done in range(1, n_new):
-            self.progress("end to end, cached", done, n_new, "tokens")
-            token = step.step(token).argmax(-1)
-        taken = clock() - started
+        with self.watch.span():
+            started = clock()
+            token = prefill(self.decoder, ids[:, :n_prompt], cache, reader=reader).argmax(-1)
+            for done in range(1, n_new):
+                self.progress("end to end, cached", done, n_new, "tokens")
+                token = step.step(token).argmax(-1)
+            taken = clock() - started
         works = (shape.prefill(n_prompt), *(shape.decode(n_prompt + i) for i in range(1, n_new)))
         timing = Timing((taken,))
         yield whole(phase="end_to_end_cached", step=step.name, timing=timing, works=works)
@@ -195,9 +198,10 @@ class Bench:
             self.progress("end to end, naive", done, samples, "tokens")
             # which tokens are read again changes no time
             length = n_prompt + (done * n_new) // samples
-            started = clock()
-            self._naive(ids[:, :length]).argmax(-1)
-            taken += clock() - started
+            with self.watch.span():
+                started = clock()
+                self._naive(ids[:, :length]).argmax(-1)
+                taken += clock() - started
         self.progress("end to end, naive", samples, samples, "tokens")
         works = tuple(shape.prefill(n_prompt + i) for i in range(n_new))
         timing = Timing((taken * n_new / samples,))
@@ -224,14 +228,15 @@ class Bench:
     def _time(self, phase: str, context: int, batch: int, run: Callable[[], object], **settings: Any) -> Timing:
         what = f"{phase}, {context:,} tokens" + (f", batch {batch:,}" if batch > 1 else "")
         ticks = settings.get("warm_up", 1) + self.repeats
-        found = timed(
-            run,
-            clock=self._clock,
-            repeats=self.repeats,
-            seconds=self.seconds,
-            tick=lambda done: self.progress(what, done, ticks),
-            **settings,
-        )
+        with self.watch.span():
+            found = timed(
+                run,
+                clock=self._clock,
+                repeats=self.repeats,
+                seconds=self.seconds,
+                tick=lambda done: self.progress(what, done, ticks),
+                **settings,
+            )
         self.progress(what, ticks, ticks)
         return found
 

@@ -1,22 +1,27 @@
 """Which model does a name mean, and how is it loaded: pulled, a directory, a GGUF file, or a hub repository?"""
 
-import contextlib
 import difflib
 import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvprobe import hub, pull
+from kvprobe import arrivals, headers, hub, loading, pull
 from kvprobe.bill import DTYPE_BYTES
-from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.errors import KvprobeError
+from kvprobe.jsonfile import read_object
+from kvprobe.loading import quiet
 from kvprobe.progress import Progress, silent
 from kvprobe.spec import Spec
 from kvprobe.store import home, read_manifest
+
+__all__ = [
+    "Found", "Loaded", "available", "check", "device_for", "find", "load", "load_spec", "quiet", "read_config",
+    "revision_of", "weights_bytes",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +52,8 @@ class Loaded:
     revision: str
     dtype: str
     device: str
+    code: str | None = None
+    """Whose code is run, where the repository brings its own."""
 
     def record(self) -> dict[str, Any]:
         """What a run record says of the model and where it runs: names and fingerprints, never a path."""
@@ -62,6 +69,7 @@ class Loaded:
             "threads": torch.get_num_threads(),
             "autocast": _autocast(self.device),
             "family": self.spec.family,
+            **({} if self.code is None else {"code": self.code}),
         }
 
 
@@ -84,22 +92,22 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     found = find(name, progress=progress)
-    config = _config(found)
-    spec = _spec(found, config)
-    files = hub.weight_files(found.directory)
-    if not files:
-        _refuse_pickles(found)
+    config, spec, tensors, method = _inspected(found)
     import torch
 
     place = device_for(device)
-    _refuse_if_too_big(found.name, files, spec, dtype=dtype, device=place)
+    loading.refuse_too_big(found.name, tensors, spec, dtype=dtype, device=place)
     progress(f"loading {found.name}", 0, None)
     with quiet():
-        _refuse_foreign_code(found.name, config)
-        model = _model(found, getattr(torch, dtype))
-        tokenizer = _tokenizer(found)
+        loading.refuse_foreign(found.name, config)
+        code = loading.STOCK_CODE if config.get("auto_map") else None
+        if code is not None:
+            progress(f"{found.name}: {code}", 0, None)
+        given = {"spec": spec, "dtype": getattr(torch, dtype), "method": method}
+        model = loading.model(found.name, found.directory, config, tensors, **given)
+        tokenizer = loading.tokenizer(found.name, found.directory)
     model = model.to(place).eval().requires_grad_(False)
-    _refuse_broken(found.name, model)
+    loading.refuse_broken(found.name, model)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
@@ -109,7 +117,38 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
         revision=found.revision,
         dtype=dtype,
         device=str(place),
+        code=code,
     )
+
+
+def check(name: str, *, weights: bool = True) -> None:
+    """Refuses a GGUF file by its header and a local directory by its files' headers, as `load` does, without torch.
+
+    Without ``weights`` directories are not looked into. Any other name is left to `load`, which may have to fetch it.
+    """
+    if name in pull.CATALOGUE:
+        return
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        from kvprobe.gguf_model import describe
+
+        describe(path)
+    elif weights and path.is_dir():
+        _inspected(find(name))
+
+
+def _inspected(found: Found) -> tuple[dict[str, Any], Spec, dict[str, headers.Tensor], str | None]:
+    """The configuration, the shape, the tensors, and the method by which transformers turns codes into numbers."""
+    hub.refuse_adapter(found.name, found.directory)
+    config = read_config(found)
+    spec = loading.read_spec(found.name, config)
+    files = headers.weight_files(found.directory)
+    if not files:
+        loading.refuse_pickles(found.name, found.directory)
+    tensors = headers.read_tensors(found.name, found.directory, files)
+    method = arrivals.refuse_codes(found.name, found.directory, config, tensors)
+    loading.refuse_unlike(found.name, spec, tensors)
+    return config, spec, tensors, method
 
 
 def load_spec(name: str, *, progress: Progress = silent) -> Spec:
@@ -118,12 +157,15 @@ def load_spec(name: str, *, progress: Progress = silent) -> Spec:
     Of a GGUF file the conversion of `load` is made, which reads everything.
     """
     found = find(name, only_config=True, progress=progress)
-    return _spec(found, _config(found))
+    return loading.read_spec(found.name, read_config(found))
 
 
 def find(name: str, *, only_config: bool = False, progress: Progress = silent) -> Found:
     """What a name means, fetched from the hub where it must be; see `load`."""
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise KvprobeError(f"{name!r} is of a user who has no home; {_here()}") from None
     if name in pull.CATALOGUE:
         if pull.CATALOGUE[name].kind != "model":
             raise KvprobeError(f"{name} is a tokenizer without weights; {_here()}")
@@ -171,9 +213,11 @@ def available() -> list[dict[str, Any]]:
     for model in hub.cached_models():
         rows.append({**other, **model, "state": "hub cache", "what": "a hub repository"})
     for directory in sorted((home() / "gguf").glob("[0-9a-f]*")):
-        if manifest := read_manifest(directory):
-            name = f"{manifest['name']}.gguf"
-            rows.append({**other, "name": name, "state": "gguf", "bytes": _size(directory), "what": "a GGUF file"})
+        manifest = read_manifest(directory)
+        if manifest is None or not isinstance(manifest.get("name"), str):
+            continue  # damaged: made anew when its file is asked for
+        name = f"{manifest['name']}.gguf"
+        rows.append({**other, "name": name, "state": "gguf", "bytes": _size(directory), "what": "a GGUF file"})
     return rows
 
 
@@ -184,54 +228,46 @@ def revision_of(directory: Path) -> str:
     ``sample:`` and that over the configuration and, of each safetensors file, its size, header, first and last MiB:
     it tells checkpoints apart, it does not prove them equal.
     """
-    manifest = read_manifest(directory)
     digest = hashlib.sha256()
-    if manifest is not None:
-        digest.update(json.dumps({file: of["sha256"] for file, of in sorted(manifest["files"].items())}).encode())
+    if checksums := _checksums(directory):
+        digest.update(json.dumps(checksums).encode())
         return f"manifest:{digest.hexdigest()[:16]}"
     digest.update((directory / "config.json").read_bytes())
-    for path in hub.weight_files(directory):
+    for path in _weights_there(directory):
         size = path.stat().st_size
         with path.open("rb") as file:
             (header,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
             digest.update(f"{path.name} {size}".encode())
-            digest.update(file.read(min(header, size) + 2**20))
+            digest.update(file.read(min(header, size, headers.LIMIT) + 2**20))
             file.seek(max(0, size - 2**20))
             digest.update(file.read())
     return f"sample:{digest.hexdigest()[:16]}"
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps transformers' and the hub client's notices and bars away; what they were set to comes back after."""
-    from transformers.utils import logging
+def _checksums(directory: Path) -> dict[str, str]:
+    """The SHA-256 of every file by our manifest; none where there is none, or one that we have not written."""
+    files = (read_manifest(directory) or {}).get("files", {})
+    sums = {file: of.get("sha256") for file, of in sorted(files.items())}
+    return sums if all(isinstance(checksum, str) for checksum in sums.values()) else {}
 
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+
+def _weights_there(directory: Path) -> list[Path]:
     try:
-        with hub.quiet():
-            yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()
+        return headers.weight_files(directory)
+    except KvprobeError:  # whoever loads it is told
+        return []
 
 
 def _found(directory: Path, name: str, source: str) -> Found:
     if not (directory / "config.json").is_file():
+        hub.refuse_adapter(name, directory)
         raise KvprobeError(f"{name} is no model: the directory has no config.json")
     return Found(directory=directory, name=name, source=source, revision=revision_of(directory))
 
 
-def _config(found: Found) -> dict[str, Any]:
-    try:
-        config = json.loads((found.directory / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise KvprobeError(f"the config.json of {found.name} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise KvprobeError(f"the config.json of {found.name} holds no JSON object")
-    return config
+def read_config(found: Found) -> dict[str, Any]:
+    """The configuration of what was found. Raises KvprobeError where it cannot be read."""
+    return read_object(found.directory / "config.json", f"the config.json of {found.name}")
 
 
 def _here(name: str = "") -> str:
@@ -246,52 +282,7 @@ def _here(name: str = "") -> str:
 
 
 def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.iterdir())
-
-
-def _refuse_pickles(found: Found) -> None:
-    pickled = sorted(path.name for path in found.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
-    if pickled:
-        raise UnsupportedModelError(
-            f"{found.name} has only pickled weights ({pickled[0]}), and reading a pickle runs what is in it; "
-            "kvprobe reads model.safetensors only: convert it where you trust it"
-        )
-    raise UnsupportedModelError(f"{found.name} has no weights that kvprobe reads: model.safetensors is missing or cut")
-
-
-def _refuse_foreign_code(name: str, config: dict[str, Any]) -> None:
-    from transformers import CONFIG_MAPPING
-
-    if config.get("model_type") not in CONFIG_MAPPING:
-        if "auto_map" in config:
-            raise UnsupportedModelError(
-                f"{name} wants Python code of its own repository run ({config.get('model_type')}, "
-                f"{config['auto_map'].get('AutoModelForCausalLM', 'its own classes')}), which kvprobe never does"
-            )
-        raise UnsupportedModelError(
-            f"{name} is of the family {config.get('model_type')!r}, unknown to transformers here"
-        )
-
-
-def _spec(found: Found, config: dict[str, Any]) -> Spec:
-    try:
-        return Spec.from_config(config)
-    except KvprobeError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
-        raise UnsupportedModelError(
-            f"config.json of {found.name} does not make sense ({type(error).__name__}: {_first_line(error)})"
-        ) from error
-
-
-def _refuse_broken(name: str, model: Any) -> None:
-    import torch
-
-    for path, parameter in model.named_parameters():
-        # one sum a tensor: a value that is not finite survives it
-        if not torch.isfinite(parameter.sum(dtype=torch.float32)):
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise KvprobeError(f"{name} has weights that are not finite at {dtype}, first {path}: check the checkpoint")
+    return sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
 
 
 def device_for(device: str | None) -> "torch.device":
@@ -314,88 +305,5 @@ def device_for(device: str | None) -> "torch.device":
 
 def weights_bytes(files: list[Path], *, dtype: str) -> int:
     """Bytes of all tensors of safetensors files once loaded at `dtype`, from the files' headers alone."""
-    elements = 0
-    for path in files:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size - 8:
-                raise ValueError(f"it claims {length:,} bytes, more than the file has")
-            header = json.loads(file.read(length))
-        for key, tensor in header.items():
-            if key != "__metadata__":
-                count = 1
-                for size in tensor["shape"]:
-                    count *= size
-                elements += count
-    return elements * DTYPE_BYTES[dtype]
-
-
-def _refuse_if_too_big(name: str, files: list[Path], spec: Spec, *, dtype: str, device: "torch.device") -> None:
-    try:
-        need = weights_bytes(files, dtype=dtype)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
-        raise KvprobeError(f"the safetensors of {name} are damaged: the header cannot be read ({error})") from error
-    # transformers would build what the configuration says before it looks at the files
-    held = need // DTYPE_BYTES[dtype]
-    if spec.n_parameters is not None and spec.n_parameters > 4 * held:
-        raise KvprobeError(
-            f"config.json of {name} describes {spec.n_parameters:,} parameters and its weights hold {held:,}: "
-            "they do not belong together"
-        )
-    if device.type == "cuda":
-        import torch
-
-        free, where = torch.cuda.mem_get_info(device)[0], "on the GPU"
-    else:
-        import psutil
-
-        free, where = psutil.virtual_memory().available, "in memory"
-    if need > free:
-        raise KvprobeError(
-            f"{name} at {dtype} needs {need / 2**30:,.2f} GiB for its weights alone, and {free / 2**30:,.2f} GiB "
-            f"are free {where}; free some, take a smaller model"
-            + (", or --dtype bfloat16" if dtype == "float32" else "")
-        )
-
-
-def _model(found: Found, dtype: "torch.dtype") -> Any:
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    settings = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(found.directory, output_loading_info=True, **settings)
-    except SafetensorError as error:
-        raise KvprobeError(f"the safetensors of {found.name} are damaged: {error}") from error
-    except ImportError as error:
-        raise UnsupportedModelError(f"{found.name} needs a package that is not here: {_first_line(error)}") from error
-    except Exception as error:
-        # a configuration with impossible values fails anywhere inside, with any error
-        raise UnsupportedModelError(
-            f"transformers cannot load {found.name} ({type(error).__name__}: {_first_line(error)}); check its config"
-        ) from error
-    # transformers fills what a checkpoint lacks with random numbers: no result may come of that
-    lacking = sorted(report["missing_keys"]) + [key for key, *_ in report.get("mismatched_keys", ())]
-    if lacking:
-        raise KvprobeError(
-            f"the checkpoint of {found.name} lacks {len(lacking)} of the model's weights, first {lacking[0]}"
-        )
-    return model
-
-
-def _tokenizer(found: Found) -> Any:
-    from transformers import AutoTokenizer
-
-    # without any of these, transformers makes up an empty tokenizer and says nothing
-    if not any((found.directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise UnsupportedModelError(f"{found.name} has no tokenizer: tokenizer.json is missing")
-    try:
-        return AutoTokenizer.from_pretrained(found.directory, trust_remote_code=False, local_files_only=True)
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{found.name} has no tokenizer that can be loaded: {_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    tensors = [tensor for path in files for tensor in headers.read_header(path, path.name).values()]
+    return sum(tensor.n_elements for tensor in tensors) * DTYPE_BYTES[dtype]

@@ -8,10 +8,11 @@ import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from html import escape as escape_html
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.results import Row
+from kvprobe.visible import shown, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,8 +32,12 @@ def plain(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, int):
         return f"{value:,}"
-    text = value if isinstance(value, str) else _nested(value)
-    return text if text.isprintable() and text == text.strip() else repr(text)
+    return shown(value if isinstance(value, str) else _nested(value))
+
+
+def escape(text: str, *, quote: bool = True) -> str:
+    """Text for a page: nothing in it is read as HTML, and what cannot be seen is."""
+    return escape_html(visible(text), quote=quote)
 
 
 def _nested(value: Any) -> str:
@@ -62,7 +67,8 @@ class Column:
 class Section:
     """One section: what was found, or ``refused``, why nothing was.
 
-    ``pictures`` are the same figure as a wide and a narrow page have room for. ``foot`` is a row over all others.
+    ``pictures`` are the same figure as a wide and a narrow page have room for. ``foot`` is a row over all others, and
+    ``warnings`` are sentences below the table.
     ``record`` is the run's; it stands at the end of the page.
     """
 
@@ -74,6 +80,7 @@ class Section:
     columns: Sequence[Column] = ()
     rows: Sequence[Row] = ()
     foot: Row | None = None
+    warnings: Sequence[str] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
     refused: str | None = None
 
@@ -102,8 +109,7 @@ def document(title: str, lead: str, sections: Sequence[Section]) -> bytes:
 </body>
 </html>
 """
-    # half of a surrogate pair can stand in a file's name and in no UTF-8
-    return page.encode(errors="replace")
+    return page.encode()
 
 
 def table(columns: Sequence[Column], rows: Sequence[Row], foot: Row | None = None, caption: str = "") -> str:
@@ -161,6 +167,7 @@ def _section(section: Section) -> str:
             f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">'
             f"{table(section.columns, section.rows, section.foot)}</div>"
         )
+    parts += [f'<p class="warning">{escape(warning)}</p>' for warning in section.warnings]
     if section.record:
         parts.append(f'<p class="more"><a href="#record-{section.anchor}">How this was run</a></p>')
     return "\n".join([*parts, "</section>"])
@@ -229,7 +236,7 @@ th, td { padding: .25rem .6rem; text-align: left; white-space: nowrap; border-bo
 th { vertical-align: bottom } thead th { border-bottom: 2px solid var(--line); white-space: normal; min-width: 4.2rem;
   line-height: 1.25 } th.n, td.n { text-align: right }
 tfoot td { font-weight: 600; border-top: 2px solid var(--line) }
-.refused { background: var(--warn-page); color: var(--warn); padding: .6rem .8rem; border-radius: .3rem }
+.refused, .warning { background: var(--warn-page); color: var(--warn); padding: .6rem .8rem; border-radius: .3rem }
 dl { margin: 0; font-size: .8125rem; columns: 18rem } dl div { break-inside: avoid; margin-bottom: .25rem }
 dt { display: inline; color: var(--soft) } dt::after { content: ": " } dd { display: inline; margin: 0 }
 @media print { body { max-width: none; padding: 0; font-size: 10pt } a { color: inherit; text-decoration: none }

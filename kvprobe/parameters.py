@@ -68,12 +68,20 @@ def attention_parameters(
     return hidden_size * (n_heads + n_kv_heads) * (head_dim + v_head_dim)
 
 
+def knows(family: str) -> bool:
+    """Whether the closed form of a family stands here, of some of its variants at least."""
+    return family in _BLOCKS
+
+
 def count(spec: "Spec", config: Mapping[str, Any]) -> int | None:
     """All parameters, tied matrices once; None for a family, or a variant of one, whose closed form is not known.
 
     Counts what checkpoints hold: DeepSeek-V3's routing bias is in, its extra layer for multi-token prediction is not.
     """
-    if spec.family not in _BLOCKS or _is_unknown_variant(spec, config):
+    # a null is as good as a key that is not there, but for these
+    nulls = ("q_lora_rank", "n_shared_experts", "num_experts")
+    config = {key: value for key, value in config.items() if value is not None or key in nulls}
+    if not knows(spec.family) or _is_unknown_variant(spec, config):
         return None
     block = _block(spec, config)
     hidden = spec.hidden_size
@@ -91,6 +99,8 @@ def count(spec: "Spec", config: Mapping[str, Any]) -> int | None:
 
 
 def _is_unknown_variant(spec: "Spec", config: Mapping[str, Any]) -> bool:
+    if isinstance(spec.intermediate_size, tuple):
+        return True
     narrow_embeddings = config.get("word_embed_proj_dim", spec.hidden_size) != spec.hidden_size
     return narrow_embeddings or not config.get("do_layer_norm_before", True) or config.get("moe_layer_freq", 1) != 1
 
@@ -160,6 +170,7 @@ def linear_widths(config: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
 
 
 def _mlp(spec: "Spec", config: Mapping[str, Any], block: _Block, layer: int) -> int:
+    assert isinstance(spec.intermediate_size, int)  # `count` turned lists away
     hidden, inner = spec.hidden_size, spec.intermediate_size
     dense = (3 if block.gated else 2) * hidden * inner
     dense += ((2 if block.gated else 1) * inner + hidden) if block.mlp_bias else 0

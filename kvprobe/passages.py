@@ -1,6 +1,7 @@
 """Which token ids does an analysis read, from which text, and what stands in front of them?"""
 
 import hashlib
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -8,17 +9,20 @@ import torch
 from torch import Tensor
 
 from kvprobe.errors import KvprobeError
-from kvprobe.texts import Text, read_text
+from kvprobe.texts import Cut, Text, read_text
+from kvprobe.tokenizing import guarded, name_of
 
 __all__ = [
-    "Bos", "Passage", "Text", "Tokenizer",
-    "control", "cut_before", "encode", "front_ids", "heldout", "random_ids", "read_text", "repeat_ids", "run_record",
+    "Bos", "Passage", "Text", "Tokenizer", "control", "cut_before", "encode", "enough", "front_ids", "front_of",
+    "heldout", "marks", "notices", "own_marks", "random_ids", "read_text", "repeat_ids", "run_record", "whole",
 ]  # fmt: skip
 
 Bos = Literal["auto", "add", "drop"]
 
 MARGIN = 16
 """Ids at the end of an encoded prefix that are never used (see ``encode``)."""
+BYTES_A_TOKEN = 1024
+"""More than the longest token of any vocabulary in use (256 spaces, or as many letters of up to 4 bytes)."""
 
 
 class Tokenizer(Protocol):
@@ -40,19 +44,20 @@ class Tokenizer(Protocol):
 class Passage:
     """Token ids cut from a text.
 
-    ``ids`` is int64 ``[n_tokens]``; its first ``n_front`` ids are not of the text (0 or, with a BOS, 1; a few
-    tokenizers put more there). ``bos`` is the policy asked for, ``bos_token_id`` the id that stands first where the
-    text does not begin at once, else None. ``offset`` counts the text's tokens skipped before the passage. ``name`` and
-    ``sha256`` are the text's.
+    ``ids`` is int64 ``[n_tokens]``. ``marks`` are the ids that begin a sequence: the tokenizer's BOS, and what it puts
+    before a text by itself (a few have two). The first ``n_added`` ids were put before the text; ``bos`` is the policy
+    asked for. What stands first, whoever put it there, is read off the ids. ``offset`` counts the text's tokens
+    skipped before the passage. ``name``, ``sha256`` and ``cut`` are the text's.
     """
 
     name: str
     sha256: str
     ids: Tensor
     bos: Bos
-    bos_token_id: int | None
-    n_front: int
+    marks: frozenset[int]
+    n_added: int
     offset: int = 0
+    cut: Cut | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -60,19 +65,44 @@ class Passage:
         return len(self.ids)
 
     @property
+    def next_offset(self) -> int:
+        """The first of the text's tokens after the passage."""
+        return self.offset + self.n_tokens - self.n_added
+
+    @property
+    def n_front(self) -> int:
+        """How many marks the ids begin with: 0 or, with a BOS, 1 (a few tokenizers have more)."""
+        return next((i for i in range(self.n_tokens) if int(self.ids[i]) not in self.marks), self.n_tokens)
+
+    @property
     def has_bos(self) -> bool:
-        """Whether the text's first token stands behind an id that is not of the text."""
+        """Whether the first id is a mark, be it the tokenizer's or the text's."""
         return self.n_front > 0
 
     @property
+    def bos_in_text(self) -> bool:
+        """Whether a mark at the beginning stands in the text itself, as in one made with a chat template."""
+        return self.n_front > self.n_added
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The first id if it is a mark, else None."""
+        return int(self.ids[0]) if self.has_bos else None
+
+    @property
     def first_content_id(self) -> int:
-        """The first id that is of the text: an ordinary token, for ``repeat_ids``."""
+        """The first id that is no mark: an ordinary token, for ``repeat_ids``."""
+        if self.n_front == self.n_tokens:
+            raise KvprobeError(f"the passage of {self.name} holds begin-of-sequence marks alone: ask for more tokens")
         return int(self.ids[self.n_front])
 
 
 def run_record(passage: Passage) -> dict[str, Any]:
-    """What a run says of its passage: names and fingerprints, never a path."""
-    return {
+    """What a run says of its passage: names and fingerprints, never a path.
+
+    ``bos_in_text`` and ``text_cut`` are there only where they apply.
+    """
+    record: dict[str, Any] = {
         "passage": passage.name,
         "passage_sha256": passage.sha256,
         "passage_offset": passage.offset,
@@ -82,13 +112,40 @@ def run_record(passage: Passage) -> dict[str, Any]:
         "bos": passage.bos,
         "has_bos": passage.has_bos,
     }
+    if passage.bos_in_text:
+        record["bos_in_text"] = True
+    return record if passage.cut is None else record | passage.cut.record()
+
+
+def notices(passage: Passage) -> list[str]:
+    """What a user should know of a passage who did not ask for it, a sentence each."""
+    said = []
+    if passage.bos_in_text:
+        said.append(own_marks(passage.name, passage.n_front - passage.n_added))
+    if passage.cut is not None and not passage.cut.hashed_whole:
+        said.append(f"{passage.name} is {passage.cut}; the SHA-256 is of those that were read")
+    return said
+
+
+def own_marks(name: str, number: int) -> str:
+    """The notice on a text that begins with ``number`` marks of its own."""
+    found, they_are, them = "a begin-of-sequence mark", "it is", "it"
+    if number > 1:
+        found, they_are, them = f"{number} begin-of-sequence marks", "they are", "them"
+    return f"{name} begins with {found} of its own: {they_are} not put there again, and --bos drop leaves {them} there"
+
+
+def enough(n_tokens: int) -> int:
+    """Bytes in which every text has a passage of ``n_tokens`` and as many tokens after it (:func:`heldout`)."""
+    return BYTES_A_TOKEN * (2 * n_tokens + 4 * MARGIN)
 
 
 def encode(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto", offset: int = 0) -> Passage:
     """Cut exactly ``n_tokens`` ids from a text, BOS counted, after skipping ``offset`` of the text's own tokens.
 
     ``bos``: ``auto`` puts in front what the tokenizer does by itself, ``add`` makes sure that its BOS stands there,
-    ``drop`` leaves only the text. What a tokenizer appends (EOS) is never kept: a cut passage has not ended. Raises
+    ``drop`` puts nothing there. Where the tokens begin with a BOS of their own it stays, and no second one is put
+    there (:func:`front_of`). What a tokenizer appends (EOS) is never kept: a cut passage has not ended. Raises
     KvprobeError where the text is too short or ``add`` meets a tokenizer without BOS; ValueError for an ``n_tokens``
     that leaves no room for text.
     """
@@ -97,31 +154,42 @@ def encode(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto"
         raise ValueError(f"a passage needs at least {len(front) + 1} tokens here (BOS counts), got {n_tokens}")
     if offset < 0:
         raise ValueError(f"offset must be at least 0, got {offset}")
-    end = offset + n_tokens - len(front)
+    known = marks(tokenizer)
     # Tokenising all of a long text to use its beginning can take minutes. The ids of a prefix that ends at
     # `cut_before` are the first ids of the whole; the margin is for a vocabulary that breaks what is argued there.
-    limit = 8 * (end + MARGIN)
+    limit = 8 * (offset + n_tokens + MARGIN)
     while True:
         cut = cut_before(text.text, limit)
         content = _ids(tokenizer, text.text[:cut])
-        if cut == len(text.text) or len(content) >= end + MARGIN:
+        if cut == len(text.text) or len(content) >= offset + n_tokens + MARGIN:
             break
         limit *= 2
+    if text.cut is not None:
+        # where a text was cut is not where its last word ends
+        content = content[: max(0, len(content) - MARGIN)]
+    added = front_of(content[offset : offset + len(front) + 1], front, known)
+    end = offset + n_tokens - len(added)
     if len(content) < end:
         where = f" from token {offset} on" if offset else ""
         raise KvprobeError(
-            f"{text.name} is too short: {n_tokens} tokens{where} need {end + len(front)} of this tokenizer's tokens "
-            f"and it holds {len(content) + len(front)}; ask for fewer, or give a longer text"
+            f"{text.name} is too short: {n_tokens} tokens{where} need {end + len(added)} of this tokenizer's tokens "
+            f"and it holds {len(content) + len(added)}{f' ({text.cut})' if text.cut else ''}; ask for fewer, or give a "
+            "longer text"
         )
-    return Passage(
-        name=text.name,
-        sha256=text.sha256,
-        ids=torch.tensor(front + content[offset:end], dtype=torch.long),
-        bos=bos,
-        bos_token_id=front[0] if front else None,
-        n_front=len(front),
-        offset=offset,
-    )
+    return _passage(text, added, content[offset:end], bos=bos, marks=known, offset=offset)
+
+
+def whole(tokenizer: Tokenizer, text: Text, *, bos: Bos = "auto") -> Passage:
+    """All of a text, and before it what ``encode`` puts there."""
+    known = marks(tokenizer)
+    # as one piece: a tokenizer that puts a space before the text would put one before every piece
+    content = _ids(tokenizer, text.text)
+    return _passage(text, front_of(content, front_ids(tokenizer, bos), known), content, bos=bos, marks=known)
+
+
+def _passage(text: Text, added: list[int], content: list[int], **about: Any) -> Passage:
+    ids = torch.tensor(added + content, dtype=torch.long)
+    return Passage(name=text.name, sha256=text.sha256, ids=ids, n_added=len(added), cut=text.cut, **about)
 
 
 def heldout(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto") -> Passage:
@@ -130,7 +198,8 @@ def heldout(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto
     The policy applies again: with a BOS each of the two has its own, and each holds T − 1 tokens of the text.
     Raises as ``encode`` does.
     """
-    return encode(tokenizer, text, n_tokens=n_tokens, bos=bos, offset=max(0, n_tokens - len(front_ids(tokenizer, bos))))
+    first = encode(tokenizer, text, n_tokens=n_tokens, bos=bos)
+    return encode(tokenizer, text, n_tokens=n_tokens, bos=bos, offset=first.next_offset)
 
 
 def random_ids(
@@ -167,18 +236,20 @@ def repeat_ids(token_id: int, n: int) -> Tensor:
 def control(passage: Passage, kind: str, tokenizer: Tokenizer, *, seed: int) -> Passage:
     """The passage itself (``none``), or as many ids that mean nothing: ``random`` ones, or one id ``repeat``-ed.
 
-    ``random`` keeps the passage's BOS; ``repeat`` has none and repeats the passage's first token of text. What is not
-    of a text has no fingerprint: ``sha256`` is then empty and the name says what it is.
+    ``random`` keeps the marks that the passage begins with; ``repeat`` has none and repeats the passage's first id that
+    is no mark. What is not of a text has no fingerprint: ``sha256`` is then empty and the name says what it is.
     """
     n = passage.n_tokens
     if kind == "none":
         return passage
     if kind == "random":
-        ids = random_ids(len(tokenizer), n, seed, tokenizer=tokenizer, bos_token_id=passage.bos_token_id)
-        return replace(passage, name="random ids", sha256="", ids=ids, n_front=min(1, passage.n_front), offset=0)
+        front = passage.ids[: passage.n_front]
+        drawn = random_ids(len(tokenizer), n - len(front), seed, tokenizer=tokenizer)
+        name, ids = "random ids", torch.cat([front, drawn])
+        return replace(passage, name=name, sha256="", ids=ids, n_added=len(front), offset=0, cut=None)
     if kind == "repeat":
-        ids = repeat_ids(passage.first_content_id, n)
-        return replace(passage, name="one id repeated", sha256="", ids=ids, bos_token_id=None, n_front=0, offset=0)
+        name, ids = "one id repeated", repeat_ids(passage.first_content_id, n)
+        return replace(passage, name=name, sha256="", ids=ids, n_added=0, offset=0, cut=None)
     raise ValueError(f"control must be none, random or repeat, got {kind!r}")
 
 
@@ -201,9 +272,9 @@ def cut_before(text: str, limit: int) -> int:
 
 def _ids(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[int]:
     # verbose=False: a text longer than the model's positions is no fault here; the analysis decides what it can read.
-    return list(
-        tokenizer(text, add_special_tokens=special, truncation=False, padding=False, verbose=False)["input_ids"]
-    )
+    with guarded(name_of(tokenizer)):
+        given = {"add_special_tokens": special, "truncation": False, "padding": False, "verbose": False}
+        return list(tokenizer(text, **given)["input_ids"])
 
 
 def front_ids(tokenizer: Tokenizer, bos: Bos) -> list[int]:
@@ -222,3 +293,26 @@ def front_ids(tokenizer: Tokenizer, bos: Bos) -> list[int]:
     if tokenizer.bos_token_id is None:
         raise KvprobeError(f"--bos add: {type(tokenizer).__name__} has no BOS token; use --bos auto or --bos drop")
     return [int(tokenizer.bos_token_id)]
+
+
+def front_of(content: Sequence[int], front: list[int], marks: Container[int]) -> list[int]:
+    """What of ``front`` to put before ``content``, whose beginning may have it already.
+
+    All of it before an ordinary id. Nothing before a mark; but where ``content`` begins with the end of ``front`` (the
+    second of two marks), what is missing before that.
+    """
+    for n in range(len(front), 0, -1):
+        if list(content[:n]) == front[-n:]:
+            return front[:-n]
+    return [] if content and content[0] in marks else front
+
+
+def marks(tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that begin a sequence: what the tokenizer puts before a text by itself, and its BOS."""
+    try:
+        front = front_ids(tokenizer, "auto")
+    except KvprobeError:
+        # what it puts there cannot be told from the text
+        front = []
+    own = tokenizer.bos_token_id
+    return frozenset(front if own is None else [*front, int(own)])

@@ -1,6 +1,7 @@
 """How do the models that kvprobe knows by name come to this machine, and are they what they should be?"""
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -14,8 +15,23 @@ from pathlib import Path
 
 from kvprobe.convert import convert
 from kvprobe.errors import KvprobeError
+from kvprobe.gguf_model import describe
 from kvprobe.progress import Progress, silent
-from kvprobe.store import MANIFEST, damage, disk_full, home, publish, read_manifest, run_watched, sha256, write_manifest
+from kvprobe.store import (
+    MANIFEST,
+    check_writable,
+    damage,
+    disk_full,
+    home,
+    publish,
+    read_manifest,
+    run_watched,
+    sha256,
+    write_manifest,
+)
+
+# what is carried over from a GGUF file: counted up when that changes, so that what was converted before is made anew
+CONVERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,15 +178,29 @@ def pull(name: str, *, progress: Progress = silent) -> Path:
 
 
 def convert_once(gguf: Path, *, progress: Progress = silent) -> Path:
-    """The ordinary directory of any GGUF file: made at its first use, found by the file's SHA-256 ever after."""
-    checksum = sha256(gguf, progress=progress)
+    """The ordinary directory of any GGUF file: made at its first use, found by the file's SHA-256 ever after.
+
+    Of a split file any part is given, and all of them count. Raises KvprobeError as `kvprobe.convert.convert` does,
+    for what the header shows before the file is read.
+    """
+    converted = home() / "gguf"
+    check_writable(converted / "new", instead="set KVPROBE_HOME to a directory that can be written")
+    files = describe(gguf).header.files
+    checksums = {path.name: sha256(path, progress=progress) for path in files}
+    (checksum,) = (
+        checksums.values() if len(files) == 1 else [hashlib.sha256("".join(checksums.values()).encode()).hexdigest()]
+    )
+    target = converted / checksum
 
     def build(directory: Path) -> None:
         convert(gguf, directory, log=directory.parent / "log", name=gguf.name, progress=progress)
-        about = {"name": gguf.stem, "source": [gguf.name], "source_sha256": {gguf.name: checksum}}
+        about = {"name": gguf.stem, "source": list(checksums), "source_sha256": checksums, "conversion": CONVERSION}
         write_manifest(directory, about | {"made_with": _versions()}, progress=progress)
 
-    return publish(home() / "gguf" / checksum, build, progress=progress)
+    manifest = read_manifest(target)
+    if manifest is not None and manifest.get("conversion") != CONVERSION:
+        (target / MANIFEST).unlink()  # made when less of a file was carried over: what is not whole is replaced
+    return publish(target, build, progress=progress)
 
 
 def _build(item: Item, directory: Path, progress: Progress) -> None:

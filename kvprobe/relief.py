@@ -1,10 +1,11 @@
 """Which lever would make a model's cache how much smaller? The relief map: one model under each of them, in bytes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvprobe.bill import GROUP, Bill, LayerCache, bill, describe
+from kvprobe.bill import GROUP, Bill, LayerCache, bill, caches, describe
+from kvprobe.layers import Layer
 from kvprobe.spec import Spec
 
 
@@ -39,10 +40,8 @@ def levers(
     for lever in (
         *_undone(spec, dtype),
         *_fewer_heads(spec, dtype),
-        _latent(spec, dtype, rank),
-        _windowed(found[0].bill, window, n_sink),
-        *(_quantised(found[0].bill, bits) for bits in (8, 4)),
-        *_linear(spec, found[0].bill),
+        *_latent(spec, dtype, rank),
+        *_of_bill(spec, found[0].bill, window, n_sink),
     ):
         if lever.bill not in [other.bill for other in found]:
             found.append(lever)
@@ -60,7 +59,8 @@ def rows(
     n_sink: int = 4,
     rank: int | None = None,
 ) -> list[dict[str, Any]]:
-    """One row a context and lever, the model as it is first of each context; `levers` says which.
+    """One row a context and lever, the model as it is first of each context; `levers` says which, ``support`` how the
+    configuration was read (`kvprobe.spec.Spec.support`).
 
     bytes: of the whole batch; bytes_per_token: of one more token of one sequence at this context; state_bytes: the part
     of one sequence that no token makes larger; stops_at: the context from which on nothing grows (None: never);
@@ -78,13 +78,14 @@ def rows(
             "lever": lever.name,
             "kind": lever.kind,
             "context": context,
+            "support": spec.support,
             "batch": batch,
             "dtype": dtype,
             "bytes": lever.bill.total(context, batch=batch),
             "bytes_per_token": lever.bill.next_token(context),
             "state_bytes": lever.bill.state,
             "stops_at": lever.bill.stops_at,
-            "relief": found[0].bill.total(context) / lever.bill.total(context),
+            "relief": _relief(found[0].bill.total(context), lever.bill.total(context)),
             "weights_bytes": weights_bytes,
             "outweighs_at": None if weights_bytes is None else lever.bill.outgrows(weights_bytes, batch=batch),
             "note": lever.note,
@@ -94,56 +95,118 @@ def rows(
     ]
 
 
+def _relief(now: int, left: int) -> float:
+    # a model whose layers keep nothing has nothing to relieve
+    return now / left if left else 1.0
+
+
 def _undone(spec: Spec, dtype: str) -> Iterator[Lever]:
-    """The model without what its makers have done already."""
-    if spec.kv_lora_rank:
-        plain = replace(spec, kv_lora_rank=None, qk_rope_head_dim=None)
-        yield Lever("without its latent", "undone", bill(plain, dtype), f"K and V of all {spec.n_heads} heads")
-    elif spec.n_kv_heads < spec.n_heads:
+    """The model without what its makers have done already, layer by layer."""
+
+    def changed(change: Callable[[Layer], Layer]) -> Bill:
+        return Bill(caches(_changed(spec, change)), dtype)
+
+    attending = [layer for layer in dict.fromkeys(spec.layers) if layer.n_heads]
+    # of a vector that K and V are one in, as in DeepSeek-V4, it is not known what the two would be
+    if any(layer.compressed for layer in attending):
+        pass
+    elif any(layer.latent for layer in attending):
+        yield Lever("without its latent", "undone", changed(_expanded), f"K and V of all {spec.n_heads} heads")
+    elif any(layer.n_kv_heads < layer.n_heads for layer in attending):
+        heads = f"{spec.n_heads} KV heads"
         yield Lever(
-            f"as MHA, {spec.n_heads} KV heads",
+            f"as MHA, {heads}",
             "undone",
-            bill(replace(spec, n_kv_heads=spec.n_heads), dtype),
+            changed(lambda layer: replace(_expanded(layer), n_kv_heads=layer.n_heads)),
             "every query head with its own K and V",
         )
-    if set(spec.kinds) != {"full"}:
-        plain = replace(spec, kinds=("full",) * spec.n_layers, windows=(None,) * spec.n_layers)
-        yield Lever("all layers full", "undone", bill(plain, dtype), "every layer keeps every token")
+    if any(layer.kind == "shared" for layer in attending):
+        yield Lever("no layer shares", "undone", changed(_alone), "every layer with K and V of its own")
+    if attending and any(layer.limit is not None or layer.kind in ("linear", "recurrent") for layer in spec.layers):
+        usual = next((layer for layer in attending if layer.kind == "full"), attending[0])
+        plain = _full(replace(usual, state=0, conv=0))
+        yield Lever(
+            "all layers full",
+            "undone",
+            changed(lambda layer: plain if layer.kind in ("linear", "recurrent") else _full(layer)),
+            "every layer keeps every token",
+        )
+
+
+def _changed(spec: Spec, change: Callable[[Layer], Layer]) -> tuple[Layer, ...]:
+    by_layer = {layer: change(layer) for layer in dict.fromkeys(spec.layers)}
+    return tuple(by_layer[layer] for layer in spec.layers)
+
+
+def _expanded(layer: Layer) -> Layer:
+    return replace(layer, latent=0, rotary=0, index=0)
+
+
+def _full(layer: Layer) -> Layer:
+    return replace(layer, kind="full", limit=None, compressed=()) if layer.limit is not None else layer
+
+
+def _alone(layer: Layer) -> Layer:
+    return replace(layer, kind="full") if layer.kind == "shared" else layer
 
 
 def _fewer_heads(spec: Spec, dtype: str) -> Iterator[Lever]:
-    if spec.kv_lora_rank:
+    """The same layers with fewer KV heads, offered where every layer's can be cut by the same factor."""
+    counts = {layer.n_kv_heads for layer in spec.layers if layer.vectors}
+    if not counts or any(layer.latent for layer in spec.layers):
         return
-    for divisor in (2, 4, spec.n_kv_heads):
-        n_kv_heads, rest = divmod(spec.n_kv_heads, divisor)
-        if rest:
+    alike = len(counts) == 1
+    for divisor in (2, 4, max(counts)):
+        if divisor > 1 and divisor == max(counts):
+            cut = dict.fromkeys(counts, 1)
+        elif all(heads % divisor == 0 for heads in counts):
+            cut = {heads: heads // divisor for heads in counts}
+        else:
             continue
-        name = "MQA, 1 KV head" if n_kv_heads == 1 else f"GQA, {n_kv_heads} KV heads"
-        shared = f"{spec.n_heads // n_kv_heads} query heads share one K and V (kvprobe gqa)"
-        yield Lever(name, "heads", bill(replace(spec, n_kv_heads=n_kv_heads), dtype), shared)
+        left = "/".join(str(heads) for heads in sorted(set(cut.values()), reverse=True))
+        name = "MQA, 1 KV head" if left == "1" else f"GQA, {left} KV heads"
+        shared = f"{spec.n_heads // min(cut.values())} query heads share one K and V (kvprobe gqa)"
+        layers = tuple(replace(layer, n_kv_heads=cut.get(layer.n_kv_heads, layer.n_kv_heads)) for layer in spec.layers)
+        yield Lever(name, "heads", Bill(caches(layers), dtype), shared if alike else "fewer KV heads in every layer")
 
 
-def _latent(spec: Spec, dtype: str, rank: int | None) -> Lever:
-    width = spec.joint_width
-    limit = spec.kv_lora_rank or width
+def _latent(spec: Spec, dtype: str, rank: int | None) -> Iterator[Lever]:
+    """One latent a layer for K and V, of the same part of each layer's width; nothing where no layer has any."""
+    kept = [layer for layer in dict.fromkeys(spec.layers) if layer.vectors]
+    if not kept or any(layer.compressed for layer in kept):
+        if rank is not None:
+            raise ValueError(f"rank {rank} cannot be: this {spec.family} model keeps no K and V to make a latent of")
+        return
+    width = max(layer.joint_width for layer in kept)
+    limit = min(layer.latent or layer.joint_width for layer in kept)
     chosen = max(1, limit // (2 if spec.kv_lora_rank else 4)) if rank is None else rank
     if not 1 <= chosen <= limit:
         raise ValueError(f"rank must be between 1 and {limit}, got {chosen}")
-    rotary: int | None = spec.qk_rope_head_dim
+    rotary = spec.qk_rope_head_dim or 0
     if not spec.kv_lora_rank:
         # a turned key cannot be made from the latent: half a head beside it, as DeepSeek-V2 chose (section 2.1.3)
-        rotary = spec.head_dim // 2 if spec.position == "rope" else None
-    shorter = bill(replace(spec, kv_lora_rank=chosen, qk_rope_head_dim=rotary), dtype)
+        rotary = spec.head_dim // 2 if spec.position == "rope" else 0
+    layers = _changed(spec, lambda layer: replace(layer, latent=chosen, rotary=rotary) if layer.vectors else layer)
     note = f"K and V, {width:,} elements a token and layer, are made again from {chosen:,}"
     note += f" and a rotary key of {rotary}" if rotary else ""
     note += f"; that takes work, and {chosen * width:,} elements a layer once (kvprobe lowrank)"
-    return Lever(f"latent of rank {chosen}", "latent", shorter, note)
+    yield Lever(f"latent of rank {chosen}", "latent", Bill(caches(layers), dtype), note)
+
+
+def _of_bill(spec: Spec, now: Bill, window: int, n_sink: int) -> Iterator[Lever]:
+    """What can be done to the vectors that are kept, whatever they are; nothing where none are."""
+    if any(layer.vectors for layer in spec.layers):
+        yield _windowed(now, window, n_sink)
+        yield from (_quantised(now, bits) for bits in (8, 4))
+        yield from _linear(spec, now)
 
 
 def _windowed(now: Bill, window: int, n_sink: int) -> Lever:
     kept = window + n_sink
     layers = tuple(
-        replace(layer, limit=kept if layer.limit is None else min(kept, layer.limit)) if layer.vectors else layer
+        replace(layer, limit=kept if layer.limit is None else min(kept, layer.limit), compressed=())
+        if layer.vectors
+        else layer
         for layer in now.layers
     )
     note = "every layer keeps the last tokens and the first few (kvprobe window)"
@@ -156,8 +219,10 @@ def _quantised(now: Bill, bits: int) -> Lever:
 
 
 def _linear(spec: Spec, now: Bill) -> Iterator[Lever]:
-    if spec.linear_state is not None:
-        linear, note = LayerCache(state=spec.linear_state, conv=spec.linear_conv), "the model's own linear layer"
+    """Linear attention in place of K and V; layers that keep none stay as they are."""
+    own = next((layer for layer in spec.layers if layer.kind == "linear"), None)
+    if own is not None:
+        linear, note = LayerCache(state=own.state, conv=own.conv), "the model's own linear layer"
     else:
         linear = LayerCache(state=spec.n_kv_heads * spec.head_dim * spec.v_head_dim)
         note = f"each KV head sums K outer V: {spec.head_dim} × {spec.v_head_dim} in float32"
@@ -165,6 +230,7 @@ def _linear(spec: Spec, now: Bill) -> Iterator[Lever]:
     some = ((4, "linear, 3 layers of 4"),) if len(now.layers) >= 4 else ()
     for every, name in (*some, (None, "linear, all layers")):
         layers = tuple(
-            layer if every and (index + 1) % every == 0 else linear for index, layer in enumerate(now.layers)
+            linear if layer.vectors and not (every and (index + 1) % every == 0) else layer
+            for index, layer in enumerate(now.layers)
         )
         yield Lever(name, "linear", replace(now, layers=layers), note)

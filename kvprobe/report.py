@@ -107,6 +107,8 @@ def _or_why(section: "Measured", subject: "Subject", plan: Plan, progress: Progr
 
 def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     from kvprobe.bill import describe
+    from kvprobe.experiments.words import bos_of
+    from kvprobe.passages import notices
     from kvprobe.results import run_record
 
     spec, loaded = subject.loaded.spec, subject.loaded
@@ -126,16 +128,17 @@ def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
         "position encoding": spec.position + (f", θ = {spec.rope_theta:,g}" if spec.rope_theta else ""),
     }
     passage = subject.passage
-    bos = "with BOS" if passage.n_front else "no BOS"
+    record = run_record(subject.record(), seed=plan.seed)
     return {
         "sentences": [
             f"{loaded.name} keeps {describe(spec)}.",
-            f"Everything below that reads text read {passage.n_tokens:,} tokens of {passage.name} ({bos}).",
+            f"Everything below that reads text read {passage.n_tokens:,} tokens of {passage.name} ({bos_of(record)}).",
+            *(f"{said}." for said in notices(passage)),
         ],
         "columns": [Column("property", "property"), Column("value", "value")],
         # one kind a column: these values are words and numbers
         "rows": [{"property": name, "value": plain(value)} for name, value in entries.items()],
-        "record": run_record(subject.record(), seed=plan.seed),
+        "record": record,
     }
 
 
@@ -223,16 +226,23 @@ def _window(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any
 
 def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import lowrank
+    from kvprobe.experiments.words import fitted_to
     from kvprobe.plots.lowrank import figure
+    from kvprobe.texts import read_text
 
     results = [lowrank.run(subject, seed=plan.seed, progress=progress)]
     notes = []
-    try:
-        ranks = results[0].run["ranks"]
-        results.append(lowrank.run(subject, ranks=ranks, basis="heldout", seed=plan.seed, progress=progress))
-    except KvprobeError as error:
-        notes.append(f"Not measured with a basis of other text: {error}.")
-    rows = [row for result in results for row in result.rows]
+    settings: dict[str, Any] = {"ranks": results[0].run["ranks"], "basis": "heldout", "seed": plan.seed}
+    other = read_text("manual" if subject.text.name != "manual" else "bundled")
+    for fit_text, what in ((None, "later tokens of the same text"), (other, f"another text ({other.name})")):
+        try:
+            results.append(lowrank.run(subject, fit_text=fit_text, **settings, progress=progress))
+        except KvprobeError as error:
+            notes.append(f"Not measured with a basis of {what}: {error}.")
+    said = {"oracle": "oracle", "heldout": "heldout: {}"}
+    rows = [
+        row | {"basis": said[row["basis"]].format(fitted_to(result.run))} for result in results for row in result.rows
+    ]
     of_basis = {name: [result.run[name] for result in results] for name in ("basis", "fit_text", "n_fitted")}
     return {
         "sentences": [*(f"{lowrank.sentence(result)}." for result in results), *notes],
@@ -246,12 +256,14 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
             Column("latent_bytes", "latent", _amount),
             Column("basis_bytes", "its basis", _amount),
         ],
-        "rows": [row for result in results for row in result.rows if result is results[0] or row["rank"] is not None],
+        # the untruncated pass is the same for every basis
+        "rows": [rows[0], *(row for row in rows if row["rank"] is not None)],
         "record": results[0].run | of_basis | {"wall_s": round(sum(result.run["wall_s"] for result in results), 3)},
     }
 
 
 def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+    from kvprobe import busy
     from kvprobe.experiments import latency
     from kvprobe.plots.latency import figure
 
@@ -269,7 +281,10 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
             *([f"A row above 100 %: {latency.ABOVE}."] if unsaid else []),
         ],
         "pictures": _both(lambda width: figure(result.rows, run, width=width, title=False)),
-        "caption": "Milliseconds a token by context, with a cache and without, and both under the machine's own roof.",
+        "caption": busy.said(
+            "Milliseconds a token by context, with a cache and without, and both under the machine's own roof", run
+        )
+        + ".",
         "columns": [
             Column("phase", "phase"),
             Column("context", "context (tokens)"),
@@ -282,6 +297,7 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
             Column("fraction_of_ceiling", "of what that allows", lambda value: f"{value:.0%}"),
         ],
         "rows": result.rows,
+        "warnings": [f"{line[0].upper()}{line[1:]}." for line in busy.lines(run)],
         "record": run,
     }
 

@@ -6,21 +6,25 @@ import json
 import math
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvprobe import __version__
+from kvprobe.textcells import from_cell, to_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 
+_TEMPORARY = ".kvprobe-"
 # the packages whose version can change a number
 VERSIONED = ("kvprobe", "torch", "transformers", "tokenizers", "numpy", "scipy", "numba")
 # a notebook shows so many rows and says how many more there are
@@ -62,20 +66,41 @@ class Result:
                     said = f"{self.analysis}: {name} is {value}, and JSON has no such number"
                     raise ValueError(f"{said}: ask for --format table or csv")
         document = {"analysis": self.analysis, "rows": self.rows, "run": self.run}
-        return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        # what JSON leaves as it is and cannot be seen: as JSON escapes it, so that the value is the same
+        return text if text.replace("\n", "").isprintable() else "".join(map(_json_escaped, text))
 
     def to_csv(self) -> str:
-        """The rows alone, with a header; an empty cell is a null."""
+        """The rows alone, with a header; an empty cell is a null, and texts stand as :mod:`kvprobe.textcells` says."""
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames=list(self.rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows)
+        for row in self.rows:
+            cells = {name: to_cell(value) if isinstance(value, str) else value for name, value in row.items()}
+            writer.writerow(cells)
         return text.getvalue()
+
+    @staticmethod
+    def rows_of_csv(text: str) -> list[dict[str, str]]:
+        """The rows of a table that :meth:`to_csv` wrote, each cell as a text: ``""`` is a null, ``"0.5"`` a number.
+
+        >>> result = Result("sinks", [{"layer": 0, "top_token": "=1+1", "mass": -0.5}])
+        >>> print(result.to_csv(), end="")
+        layer,top_token,mass
+        0,'=1+1,-0.5
+        >>> Result.rows_of_csv(result.to_csv())
+        [{'layer': '0', 'top_token': '=1+1', 'mass': '-0.5'}]
+        """
+        rows = csv.DictReader(io.StringIO(text, newline=""))
+        return [{name: from_cell(cell) for name, cell in row.items()} for row in rows]
 
     @classmethod
     def from_json(cls, text: str) -> "Result":
         """The result that :meth:`to_json` wrote. Raises KeyError and ValueError for what it could not have written."""
-        document = json.loads(text, parse_constant=_no_number)
+        try:
+            document = json.loads(text, parse_constant=_no_number)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply to be read") from error
         if not isinstance(document, dict):
             raise ValueError("it is no JSON object")
         analysis, rows, run = document["analysis"], document["rows"], document["run"]
@@ -99,12 +124,18 @@ class Result:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the rows as a table, each text escaped."""
+        from kvprobe.busy import said
         from kvprobe.page import Column, table
 
         some = self.rows[:SHOWN_ROWS]
         more = f", and {len(self.rows) - len(some):,} more rows" if len(some) < len(self.rows) else ""
         columns = [Column(name, name) for name in self.rows[0]]
-        return table(columns, some, caption=f"{self.analysis}, {self.run.get('model', 'no model')}{more}")
+        caption = said(f"{self.analysis}, {self.run.get('model', 'no model')}{more}", self.run)
+        return table(columns, some, caption=caption)
+
+
+def _json_escaped(character: str) -> str:
+    return character if character.isprintable() or character == "\n" else json.dumps(character)[1:-1]
 
 
 def _no_number(name: str) -> float:
@@ -123,9 +154,11 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
             special.write(data)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".kvprobe-")
+    sweep_temporaries(path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{_TEMPORARY}{os.getpid()}-")
     try:
         with os.fdopen(handle, "wb") as file:
+            _is_ours(file)
             file.write(data)
         # mkstemp makes private files; a result is as readable as any file the user writes
         umask = os.umask(0)
@@ -135,6 +168,36 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def sweep_temporaries(folder: Path) -> None:
+    """Remove what runs that were killed in the middle of `write_whole` left in a folder."""
+    for stale in folder.glob(f"{_TEMPORARY}*-*"):
+        owner = stale.name.removeprefix(_TEMPORARY).partition("-")[0]
+        # another run may sweep as well, and what cannot be removed is no reason to write nothing
+        with suppress(OSError):
+            if owner.isdecimal() and not _lives(int(owner)):
+                with stale.open("r+b") as file:
+                    if _is_ours(file):
+                        stale.unlink()
+
+
+def _lives(process: int) -> bool:
+    import psutil
+
+    return bool(psutil.pid_exists(process))
+
+
+def _is_ours(file: BinaryIO) -> bool:
+    """Lock a file, if nobody has, until it is closed: whose process is not of this machine may write it as well."""
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
 
 
 def run_record(*parts: Mapping[str, Any], **settings: Any) -> dict[str, Any]:

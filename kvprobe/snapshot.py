@@ -125,6 +125,6 @@ class Snapshot:
                 about = json.loads((file.metadata() or {})[self.kind.key])
             if about["format"] == FORMAT:
                 return about["identity"], about["standing"]
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
         raise self.foreign()

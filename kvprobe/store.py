@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,15 +16,23 @@ from typing import Any
 
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
+from kvprobe.results import sweep_temporaries
 
 MANIFEST = "kvprobe.json"
 _PARTIAL = ".partial-"
 
 
 def home() -> Path:
-    """The directory of everything kvprobe fetched: ``KVPROBE_HOME``, else the platform's cache directory."""
+    """The directory of everything kvprobe fetched: ``KVPROBE_HOME``, else the platform's cache directory.
+
+    Raises KvprobeError for a KVPROBE_HOME that can be none.
+    """
     if chosen := os.environ.get("KVPROBE_HOME"):
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError:
+            said = f"KVPROBE_HOME is {chosen!r}, of a user who has no home"
+            raise KvprobeError(f"{said}: set it to a directory that can be written") from None
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("kvprobe", appauthor=False))
@@ -47,10 +56,15 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     """
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        whole = all((directory / name).stat().st_size == of["bytes"] for name, of in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
+        files = manifest["files"]
+        whole = [
+            (directory / name).stat().st_size == of["bytes"] and isinstance(of["sha256"], str)
+            for name, of in files.items()
+        ]
+    # whatever JSON a damaged entry holds, it concerns no other
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return manifest if whole else None
+    return manifest if whole and all(whole) else None
 
 
 def damage(directory: Path, *, progress: Progress = silent) -> str | None:
@@ -125,6 +139,39 @@ def alone(target: Path) -> Iterator[bool]:
             place.unlink()
 
 
+def sweep(folder: Path) -> None:
+    """Remove what runs that were killed left half made in a folder of ours; what a living one makes, its lock keeps."""
+    for stale in folder.glob(".*.partial*"):
+        name = stale.name[1:].rpartition(".partial")[0]
+        with contextlib.ExitStack() as locks:
+            # a training locks its cell, whose weights are in a file of that name
+            if all(_is_free(folder / f".{one}.lock", locks) for one in {name, name.removesuffix(".safetensors")}):
+                if stale.is_dir():
+                    shutil.rmtree(stale, ignore_errors=True)
+                else:
+                    stale.unlink(missing_ok=True)
+    sweep_temporaries(folder)
+
+
+def sweep_all() -> None:
+    """Sweep every folder of ours. What cannot be removed is no reason for a command to fail."""
+    with contextlib.suppress(OSError, KvprobeError):
+        for folder in home().iterdir():
+            if folder.is_dir():
+                sweep(folder)
+
+
+def _is_free(lock: Path, locks: contextlib.ExitStack) -> bool:
+    """Whether nobody holds a lock; then it is ours until ``locks`` are let go. Who holds one has made its file."""
+    import filelock
+
+    with contextlib.suppress(filelock.Timeout):
+        if lock.exists():
+            locks.enter_context(filelock.FileLock(lock, timeout=0))
+        return True
+    return False
+
+
 def publish(target: Path, build: Callable[[Path], None], *, progress: Progress = silent) -> Path:
     """Makes the directory `target` by `build(directory)`, so that it is there whole or not at all.
 
@@ -133,6 +180,7 @@ def publish(target: Path, build: Callable[[Path], None], *, progress: Progress =
     cleared by the next one. Raises KvprobeError when the disk is full or the place cannot be written.
     """
     try:
+        sweep(target.parent)
         with locked(target, progress=progress):
             for stale in target.parent.glob(f".{target.name}{_PARTIAL}*"):
                 shutil.rmtree(stale, ignore_errors=True)
@@ -184,16 +232,26 @@ def check_writable(target: Path, *, instead: str) -> None:
         raise disk_error(error, target, instead=instead) from error
 
 
+# asks the kernel to kill this process with its parent, sees that it is not late, and becomes the command
+_TIED = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
 def run_watched(
     command: list[str], *, log: Path, watch: Callable[[], None], environment: dict[str, str] | None = None
 ) -> tuple[int, str]:
     """Runs a command, calling `watch` a few times a second; its exit status and all it said.
 
-    The command is ended with us, also on Ctrl-C.
+    The command is ended with us, also on Ctrl-C and SIGTERM and, on Linux, when we are killed.
     """
+    tied = [sys.executable, "-ISc", _TIED, str(os.getpid()), *command] if sys.platform == "linux" else command
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+            tied, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
         )
         try:
             while True:

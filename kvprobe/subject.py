@@ -54,17 +54,17 @@ def prepare(
     if tokens is not None and tokens < 2:
         raise ValueError(f"tokens must be at least 2, got {tokens}")
     # the text first: a wrong file name should not wait for a model to load
-    read = passages.read_text(text, progress=progress)
+    read = passages.read_text(text, n_bytes=None if tokens is None else passages.enough(tokens), progress=progress)
     loaded = models.load(model, dtype=dtype, device=None if device == "auto" else device, progress=progress)
+    whole = None
     if tokens is None:
         progress(f"tokenising {read.name}", 0, None)
-        # as one piece: a tokenizer that puts a space before the text would put one before every piece
-        content = loaded.tokenizer(read.text, add_special_tokens=False, verbose=False)["input_ids"]
-        tokens = len(passages.front_ids(loaded.tokenizer, bos)) + len(content)
+        whole = passages.whole(loaded.tokenizer, read, bos=bos)
+        tokens = whole.n_tokens
     limit = loaded.spec.max_positions
     if limit is not None and tokens > limit and not unlimited:
         raise KvprobeError(f"{loaded.name} has {limit:,} positions, fewer than {tokens:,} tokens: use --tokens {limit}")
-    passage = passages.encode(loaded.tokenizer, read, n_tokens=tokens, bos=bos)
+    passage = whole or passages.encode(loaded.tokenizer, read, n_tokens=tokens, bos=bos)
     if (highest := int(passage.ids.max())) >= loaded.spec.vocab_size:
         raise KvprobeError(
             f"the tokenizer of {loaded.name} gives the id {highest:,}, and the model has {loaded.spec.vocab_size:,} "

@@ -1,13 +1,18 @@
 """Which text is meant by a name, and what exactly was read?"""
 
+import codecs
 import hashlib
 import http.client
+import io
+import os
+import stat
 import sys
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
@@ -15,22 +20,53 @@ from kvprobe.results import write_whole
 from kvprobe.store import disk_error, home
 
 BUNDLED_SHA256 = "72555202e7c2c0f1c15bda2728a389669f762087f929391c6705c60c3800d3a2"
+MANUAL_SHA256 = "e802e404a97a2e1e657589e04ef2f6f309ae35e26220a03ff06a988b938352f9"
 TIME_MACHINE_URL = "https://www.gutenberg.org/cache/epub/35/pg35.txt"
 TIMEOUT_S = 15
+BLOCK = 1 << 16
+MOST_HASHED = 1 << 30
+"""Bytes of the largest file whose fingerprint is of all of it however little of its text is needed: some seconds."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How much of a text was read that goes on: ``n_read`` of its ``n_bytes`` bytes (None: its end was never met).
+
+    ``hashed_whole`` says that the fingerprint is of the whole text all the same, and not of the bytes read.
+    """
+
+    n_read: int
+    n_bytes: int | None
+    hashed_whole: bool
+
+    def __str__(self) -> str:
+        """As in ``cut: 2,162,688 bytes of 10,737,418,240``."""
+        whole = "a stream that goes on" if self.n_bytes is None else f"{self.n_bytes:,}"
+        return f"cut: {self.n_read:,} bytes of {whole}"
+
+    def record(self) -> dict[str, Any]:
+        """What a run record says of it: nothing where the fingerprint names the whole text."""
+        return {} if self.hashed_whole else {"text_cut": {"n_read": self.n_read, "n_bytes": self.n_bytes}}
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text and its fingerprint: ``sha256`` is of the raw bytes read, ``name`` never holds a path."""
+    """A text and its fingerprint: ``sha256`` is of the raw bytes, ``name`` never holds a path.
+
+    ``cut`` says how much of it is here, where that is not all; its last word may then be cut too.
+    """
 
     name: str
     sha256: str
     text: str
+    cut: Cut | None = None
 
 
-def read_text(name: str | None = None, *, progress: Progress = silent) -> Text:
+def read_text(name: str | None = None, *, n_bytes: int | None = None, progress: Progress = silent) -> Text:
     """Read the bundled passage (None or its name), a named text, a UTF-8 file, or standard input (``-``).
 
+    With ``n_bytes`` a file, pipe or device is read and checked no further than about there (:class:`Cut`); only the
+    fingerprint goes on to the end of a file of at most ``MOST_HASHED`` bytes.
     A catalogue name wins over a file of that name (``./bundled`` is the file). A byte-order mark is dropped and line
     ends become one newline character, as Python reads any text; nothing else is normalised. ``time-machine`` is
     H. G. Wells, The Time Machine (public domain): ``texts/time-machine.txt`` under kvprobe's own directory, fetched
@@ -40,51 +76,102 @@ def read_text(name: str | None = None, *, progress: Progress = silent) -> Text:
     """
     name = "bundled" if name is None else name
     if name in TEXTS:
-        data = TEXTS[name](progress)
-        text = _decode(name, data)
-        text = _between_markers(text) if name == "time-machine" else text
-    elif name == "-":
-        name, data = "stdin", sys.stdin.buffer.read()
-        text = _decode("standard input", data)
-    else:
-        data = _read_file(name)
-        text = _decode(name, data)
-        name = Path(name).name
-    return Text(name, hashlib.sha256(data).hexdigest(), text)
-
-
-def _decode(shown: str, data: bytes) -> str:
-    if (nul := data.find(b"\0")) >= 0:
-        raise KvprobeError(f"{shown} is binary: a NUL byte at offset {nul}; give a plain UTF-8 text file")
-    mark = b"\xef\xbb\xbf"
+        sha256, text, _ = _read(io.BytesIO(TEXTS[name](progress)), name)
+        return Text(name, sha256, _between_markers(text) if name == "time-machine" else text)
+    if name == "-":
+        if sys.stdin is None:
+            raise KvprobeError("standard input is closed: pipe a text in, or name a file")
+        return Text("stdin", *_read(sys.stdin.buffer, "standard input", n_bytes))
     try:
-        text = data.removeprefix(mark).decode("utf-8")
-    except UnicodeDecodeError as error:
-        at = error.start + len(mark) * data.startswith(mark)
-        raise KvprobeError(
-            f"{shown} is not UTF-8: byte 0x{data[at]:02x} at offset {at}; convert it to UTF-8 first"
-        ) from None
-    if not text.strip():
-        raise KvprobeError(f"{shown} holds no text ({len(data)} bytes); give a file with words in it")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _read_file(path: str) -> bytes:
-    known = f"or use a built-in text: {', '.join(TEXTS)}"
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise KvprobeError(f"no text named {path!r}: there is no such file; check the path, {known}") from None
-    except IsADirectoryError:
-        raise KvprobeError(f"{path!r} is a directory; name one UTF-8 file in it, {known}") from None
+        with Path(name).open("rb") as source:
+            # a name that is not UTF-8 could stand in no record
+            return Text(Path(name).name.encode(errors="backslashreplace").decode(), *_read(source, name, n_bytes))
     except OSError as error:
-        raise KvprobeError(f"cannot read {path!r} ({error.strerror}); mend that, {known}") from None
+        raise _unread(name, error) from None
+
+
+def check_utf8(shown: str, text: str) -> None:
+    """Raise KvprobeError where ``text``, a word of the command line, was not UTF-8 there."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # what Python makes of a byte that it could not decode
+        byte = ord(text[error.start]) - 0xDC00
+        at = len(text[: error.start].encode())
+        raise KvprobeError(
+            f"{shown} is not UTF-8: byte 0x{byte & 0xFF:02x} at offset {at}; convert it to UTF-8 first"
+        ) from None
+
+
+def _read(source: BinaryIO, shown: str, n_bytes: int | None = None) -> tuple[str, str, Cut | None]:
+    """The fingerprint of ``source``, its text, and how much of it that is."""
+    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+    size, n_read, pieces = _bytes_left(source), 0, []
+    block = source.read(BLOCK)
+    while block and (n_bytes is None or n_read < n_bytes):
+        if (nul := block.find(b"\0")) >= 0:
+            raise KvprobeError(f"{shown} is binary: a NUL byte at offset {n_read + nul}; give a plain UTF-8 text file")
+        digest.update(block)
+        n_read += len(block)
+        pieces.append(_decoded(decoder, block, n_read, shown))
+        block = source.read(BLOCK)
+    cut = None
+    if block:
+        hashed_whole = size is not None and size <= MOST_HASHED
+        while block and hashed_whole:
+            digest.update(block)
+            block = source.read(BLOCK)
+        cut = Cut(n_read, size, hashed_whole)
+    else:
+        pieces.append(_decoded(decoder, b"", n_read, shown))
+    text = "".join(pieces).removeprefix("\ufeff")
+    if not text.strip():
+        raise KvprobeError(f"{shown} holds no text ({cut or f'{n_read} bytes'}); give a file with words in it")
+    return digest.hexdigest(), text.replace("\r\n", "\n").replace("\r", "\n"), cut
+
+
+def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, n_read: int, shown: str) -> str:
+    """The characters that end in ``block``, the last of ``n_read`` bytes; of no bytes, that the text may end there."""
+    try:
+        return decoder.decode(block, final=not block)
+    except UnicodeDecodeError as error:
+        # the decoder may have kept the first bytes of a character back
+        at = n_read - len(error.object) + error.start
+        raise KvprobeError(
+            f"{shown} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {at}; convert it to UTF-8 first"
+        ) from None
+
+
+def _bytes_left(source: BinaryIO) -> int | None:
+    """How much an ordinary file has; None for a pipe, a device, and a file of /proc, which has no size."""
+    try:
+        about = os.fstat(source.fileno())
+        return (about.st_size - source.tell()) if stat.S_ISREG(about.st_mode) and about.st_size else None
+    except OSError:
+        return None
+
+
+def _unread(path: str, error: OSError) -> KvprobeError:
+    known = f"or use a built-in text: {', '.join(TEXTS)}"
+    if isinstance(error, FileNotFoundError):
+        return KvprobeError(f"no text named {path!r}: there is no such file; check the path, {known}")
+    if isinstance(error, IsADirectoryError):
+        return KvprobeError(f"{path!r} is a directory; name one UTF-8 file in it, {known}")
+    return KvprobeError(f"cannot read {path!r} ({error.strerror}); mend that, {known}")
 
 
 def _bundled(progress: Progress) -> bytes:
-    data = files("kvprobe").joinpath("data/passage.txt").read_bytes()
-    if (found := hashlib.sha256(data).hexdigest()) != BUNDLED_SHA256:
-        raise KvprobeError(f"the bundled passage was changed: SHA-256 {found}, not {BUNDLED_SHA256}; reinstall kvprobe")
+    return _pinned("passage.txt", BUNDLED_SHA256)
+
+
+def _manual(progress: Progress) -> bytes:
+    return _pinned("manual.txt", MANUAL_SHA256)
+
+
+def _pinned(file: str, sha256: str) -> bytes:
+    data = files("kvprobe").joinpath("data", file).read_bytes()
+    if (found := hashlib.sha256(data).hexdigest()) != sha256:
+        raise KvprobeError(f"the bundled {file} was changed: SHA-256 {found}, not {sha256}; reinstall kvprobe")
     return data
 
 
@@ -102,7 +189,10 @@ def _time_machine(progress: Progress) -> bytes:
             write_whole(path, data)
         except OSError as error:
             raise disk_error(error, path) from error
-    return _read_file(str(path))
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unread(str(path), error) from None
 
 
 def _fetch(url: str, progress: Progress) -> bytes:
@@ -133,5 +223,9 @@ def _between_markers(text: str) -> str:
     return "\n".join(lines[starts[0] if starts else 0 : ends[0] if ends else len(lines)]).strip("\n") + "\n"
 
 
-TEXTS: dict[str, Callable[[Progress], bytes]] = {"bundled": _bundled, "time-machine": _time_machine}
-"""Texts that need no path: name → its raw bytes."""
+TEXTS: dict[str, Callable[[Progress], bytes]] = {
+    "bundled": _bundled,
+    "time-machine": _time_machine,
+    "manual": _manual,
+}
+"""Texts that need no path: name → its raw bytes. ``bundled`` is a story, ``manual`` instructions for an instrument."""

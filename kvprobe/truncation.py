@@ -5,7 +5,8 @@ are truncated, in local (sliding-window) layers too; only the targets after ``sc
 
 Three bases. ``oracle`` is fitted to the scored sequence itself, its future included, and ``prefix`` to its tokens
 before ``score_from`` alone, both anew under every rank, to keys and values already made under truncation; ``heldout``
-is fitted to another text, in one clean (untruncated) pass that all ranks share.
+is fitted to what is not scored (later tokens of the same text, or another text), in one clean (untruncated) pass that
+all ranks share.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -145,11 +146,11 @@ def sweep(
 ) -> Sweep:
     """Loss of ``input_ids`` ``[length]`` untruncated and at each of ``ranks``, with intervals, energy and bytes.
 
-    ``ranks`` left empty are a half, a quarter and an eighth of the width. ``fit_ids`` ``[n_fitted]`` is the held-out
-    text of the basis ``heldout``. The allocation ``energy`` adds, after each rank for all layers, a row that spends
-    rank × layers over the layers by the energy of the clean pass over what was fitted. A row's ``energy`` is the mean
-    over layers of what the truncated pass kept; its bytes are of the matrices that were cut, so ``of="k"`` leaves the
-    values out. Everything that can be refused is refused before the first long pass: ValueError for ranks,
+    ``ranks`` left empty are a half, a quarter and an eighth of the width. ``fit_ids`` ``[n_fitted]`` are the tokens of
+    the basis ``heldout``, none of them scored. The allocation ``energy`` adds, after each rank for all layers, a row
+    that spends rank × layers over the layers by the energy of the clean pass over what was fitted. A row's ``energy``
+    is the mean over layers of what the truncated pass kept; its bytes are of the matrices that were cut, so ``of="k"``
+    leaves the values out. Everything that can be refused is refused before the first long pass: ValueError for ranks,
     ``score_from`` and words, UnsupportedModelError where keys cannot be turned back.
     """
     ids = input_ids if input_ids.ndim == 2 else input_ids[None]

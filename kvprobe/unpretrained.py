@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from kvprobe import catalogue, models
+from kvprobe import catalogue, loading, models
 from kvprobe.bench import check_memory
 from kvprobe.bill import DTYPE_BYTES
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
-from kvprobe.spec import Spec
 
 
 def load_random(
@@ -22,22 +21,22 @@ def load_random(
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     config, of = _config(name, progress)
-    spec = Spec.from_config(config)
+    spec = loading.read_spec(of["name"], config)
     place = models.device_for(device)
-    if spec.n_parameters is not None:
-        # drawn in memory, then moved
-        need, what = spec.n_parameters * DTYPE_BYTES[dtype], f"{of['name']} with random weights at {dtype}"
-        check_memory(what, need, "cpu", relief="a smaller model or --dtype bfloat16")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     progress(f"drawing the weights of {of['name']}", 0, None)
     config = config.get("text_config", config)
     with models.quiet(), torch.random.fork_rng(devices=[]):
-        models._refuse_foreign_code(of["name"], config)
-        torch.default_generator.manual_seed(seed)
+        loading.refuse_foreign(of["name"], config)
         settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "torch_dtype")}
         built = AutoConfig.for_model(config["model_type"], **settings)
+        n_parameters = spec.n_parameters or loading.n_described(AutoModelForCausalLM, built)
+        # drawn in memory, then moved
+        need, what = n_parameters * DTYPE_BYTES[dtype], f"{of['name']} with random weights at {dtype}"
+        check_memory(what, need, "cpu", relief="a smaller model or --dtype bfloat16")
+        torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(built, dtype=getattr(torch, dtype))
     model = model.to(place).eval().requires_grad_(False)
     return Loaded(model=model, tokenizer=None, spec=spec, dtype=dtype, device=str(place), **of)
@@ -50,4 +49,4 @@ def _config(name: str, progress: Progress) -> tuple[dict[str, Any], dict[str, st
         return item.config, {"name": item.name, "source": "random weights, catalogue", "revision": item.source}
     found = models.find(name, only_config=True, progress=progress)
     source = f"random weights, {found.source}"
-    return models._config(found), {"name": found.name, "source": source, "revision": found.revision}
+    return models.read_config(found), {"name": found.name, "source": source, "revision": found.revision}

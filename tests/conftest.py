@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -52,6 +53,16 @@ def main(capfd):
         return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err)
 
     return once
+
+
+@pytest.fixture
+def busy_machine(monkeypatch):
+    """Every reading of the kernel's counters is a second later, in which we used one core and others one more."""
+    from kvprobe import busy
+
+    readings = (busy.Reading(wall=i, used=2.0 * i, own=i) for i in itertools.count())
+    monkeypatch.setattr(busy, "read", lambda: next(readings))
+    monkeypatch.setattr(busy, "cores", lambda: 2)
 
 
 def document(done):

@@ -11,9 +11,10 @@ import torch
 from click.testing import CliRunner
 
 from analyses import gqa_module, memory, relief_map, roofline, same_logits, sinks_cost, timing, window, window_cost
-from analyses.common import keep
+from analyses.common import keep, show
 from conftest import write_random
 from kvprobe import bench
+from kvprobe.busy import Watch
 from kvprobe.errors import KvprobeError
 from kvprobe.results import Result
 
@@ -190,3 +191,11 @@ def test_compare_gives_medians_quartiles_and_ratios_of_neighbours(monkeypatch):
     assert (plain["ratio"], slow["ratio"]) == (1, 3)
     # 1, 2 and 3 s: the quartiles of what was measured, never outside of it
     assert (plain["ms_low"], plain["ms_high"]) == (1500, 2500)
+
+
+def test_an_analysis_that_was_timed_on_a_busy_machine_says_so_below_its_table(capsys, busy_machine):
+    watch = Watch()
+    rows = timing.compare({"plain": lambda: None}, repeats=2, watch=watch)
+    show(Result("cost", rows, watch.record()), save=False, summary=["", "a summary"])
+    reason = "other work used 1.00 of 2 cores while it was timed"
+    assert capsys.readouterr().out.splitlines()[-2:] == ["a summary", f"busy machine, not to be quoted: {reason}"]

@@ -146,7 +146,7 @@ def test_levers_by_hand():
     hybrid = lever_of("linear, 3 layers of 4", spec)
     assert hybrid.total(5000) == 9 * state + 5000 * full // 4
     assert [bool(layer.vectors) for layer in hybrid.layers[:5]] == [False, False, False, True, False]
-    of_three = levers(replace(spec, n_layers=3, windows=spec.windows[:3], kinds=spec.kinds[:3]))
+    of_three = levers(replace(spec, layers=spec.layers[:3]))
     assert [lever.name for lever in of_three if lever.kind == "linear"] == ["linear, all layers"]
     windowed = lever_of("window 1,024 + 4 sinks", spec)
     assert [windowed.total(context) for context in (1027, 1028, 1029)] == [1027 * full, 1028 * full, 1028 * full]
@@ -205,6 +205,16 @@ LAYERS = st.builds(
 )
 
 
+def test_a_vector_for_every_few_tokens_by_hand():
+    # three of 10 elements for every 4 tokens, one of 7 for every token of the last 2; two bytes an element
+    one = Bill((LayerCache((7,), limit=2, compressed=((4, 10), (4, 10), (4, 10))),), "float16")
+    assert [one.total(context) for context in (0, 1, 2, 3, 4, 7, 8)] == [0, 14, 28, 28, 88, 88, 148]
+    # a fourth of 60 bytes in each token, beside the 14 of those that still fit the window
+    assert [one.next_token(context) for context in (0, 2, 3)] == [29, 15, 15]
+    assert one.stops_at is None
+    assert [one.outgrows(n_bytes) for n_bytes in (27, 28, 87, 88)] == [2, 4, 4, 8]
+
+
 @given(
     layers=st.lists(LAYERS, min_size=1, max_size=4).map(tuple),
     n_bytes=st.integers(1, 1000),
@@ -248,8 +258,8 @@ def test_bad_arguments_are_refused_with_their_value(settings, says):
 def test_linear_layers_of_an_unknown_shape_are_refused_by_name():
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 97}
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
-    with pytest.raises(UnsupportedModelError, match="linear-attention layers of the family minimax"):
-        bill(Spec.from_config({"model_type": "minimax"} | sizes | kinds))
+    with pytest.raises(UnsupportedModelError, match=r"linear-attention layers \(layer_types\).* family unheard_of"):
+        Spec.from_config({"model_type": "unheard_of"} | sizes | kinds)
 
 
 def test_what_grows_and_what_stops_in_words():

@@ -3,10 +3,12 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -58,6 +60,27 @@ def test_what_cannot_be_written_is_refused_before_the_work(run, arguments, says)
     done = run("sinks", "nosuch-model", *arguments)
     assert done.returncode == 2
     assert says in done.stderr
+
+
+def numbers():
+    for name in cli.COMMANDS:
+        for option in cli.cli.get_command(None, name).params:
+            if isinstance(option.type, click.types.FloatParamType | click.types.IntParamType):
+                yield pytest.param(name, option, id=f"{name} {option.opts[0]}")
+
+
+@pytest.mark.parametrize(("name", "option"), list(numbers()))
+@pytest.mark.parametrize("value", ["9223372036854775808", "1" + "0" * 400, "-1" + "0" * 400, "9" * 5000, "nan", "inf"])
+def test_no_option_takes_a_number_beyond_all_machines(run, name, option, value):
+    if isinstance(option.type, click.types.FloatParamType) and value == "9223372036854775808":
+        value = "1e999"
+    done = run(name, option.opts[0], value, "gpt2")
+    assert (done.returncode, done.stdout) in ((1, ""), (2, ""))
+    # the last line says it, after a hint to --help at most
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(("Error: ", "kvprobe: "))
+    assert "unexpected" not in said
+    assert len(said) < 300
 
 
 @pytest.mark.parametrize(
@@ -175,6 +198,58 @@ cli.main(["cache", "./here"])
     (tmp_path / "here").mkdir()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stderr) == (130, "kvprobe: interrupted\n")
+
+
+NAMED = "m\x1b[31m\u202e\udcff"
+
+
+def test_names_that_hide_or_steer_are_shown_as_they_are(run, gpt2_random, tmp_path):
+    # safetensors' own reader opens no path that is not UTF-8
+    model, text = tmp_path / NAMED.removesuffix("\udcff"), tmp_path / f"{NAMED}.txt"
+    shutil.copytree(gpt2_random, model)
+    text.write_bytes((model / "merges.txt").read_bytes())
+    there = ["sinks", model, "--tokens", "80", "--text", text]
+    table = run(*there, "--plot", tmp_path / "a.svg")
+    written = run(*there, "--format", "csv", "--out", tmp_path / "a.csv")
+    document = json.loads(run(*there, "--format", "json").stdout)
+    assert (table.returncode, written.returncode) == (0, 0)
+    # half of a surrogate pair is no character of a JSON document
+    passage = text.name.replace("\udcff", r"\udcff")
+    assert (document["run"]["model"], document["run"]["passage"]) == (model.name, passage)
+    for shown in (table.stdout, table.stderr, written.stderr, (tmp_path / "a.csv").read_text()):
+        assert shown.replace("\n", "").isprintable()
+    assert r"m\x1b[31m\u202e\udcff.txt" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize("arguments", [[NAMED], [f"--{NAMED}"], ["gpt2", "--tokens", NAMED], ["gpt2", "--text", NAMED]])
+def test_errors_show_what_cannot_be_seen(run, arguments):
+    done = run("sinks", *arguments)
+    assert done.returncode in (1, 2)
+    assert done.stderr.replace("\n", "").isprintable()
+    assert r"\x1b[31m\u202e" in done.stderr
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused(run):
+    done = run("generate", "nosuch", "naïve \udcff")
+    assert done.returncode == 1
+    assert done.stderr == "kvprobe: the prompt is not UTF-8: byte 0xff at offset 7; convert it to UTF-8 first\n"
+
+
+def test_a_model_in_the_home_of_nobody_is_one_line(run):
+    done = run("sinks", "~nosuchuser/model", "--quiet")
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvprobe: '~nosuchuser/model' is of a user who has no home; ")
+
+
+def test_a_panic_of_a_library_is_one_line_too(run, gpt2_random, monkeypatch):
+    # as pyo3's PanicException, which is no Exception
+    def panic(*_, **__):
+        raise type("PanicException", (BaseException,), {})("called `Result::unwrap()`\non an `Err` value")
+
+    monkeypatch.setattr("kvprobe.models.load", panic)
+    done = run("sinks", gpt2_random)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvprobe: PanicException: called `Result::unwrap()` on an `Err` value (unexpected")
 
 
 def test_a_closed_pipe_is_met_in_silence(gpt2_random):

@@ -10,8 +10,10 @@ from matplotlib.figure import Figure
 
 from conftest import only_document
 from kvprobe import catalogue, hub
+from kvprobe.experiments import cache as experiment
 from kvprobe.plots import cache as plot
 from kvprobe.results import Result
+from kvprobe.spec import Spec
 
 
 @pytest.fixture
@@ -57,13 +59,23 @@ def test_rows_and_record(document):
     found = document("llama-2-70b", "--dtype", "bfloat16", "--context", 4096, "--batch", 2)
     assert found["analysis"] == "cache"
     first = found["rows"][0]
-    assert {"lever", "context", "batch", "dtype", "bytes", "bytes_per_token", "weights_bytes"} <= first.keys()
+    assert {
+        "lever",
+        "support",
+        "context",
+        "batch",
+        "dtype",
+        "bytes",
+        "bytes_per_token",
+        "weights_bytes",
+    } <= first.keys()
     assert (first["lever"], first["context"], first["batch"], first["dtype"]) == ("as it is", 4096, 2, "bfloat16")
     assert first["bytes"] == 2 * 4096 * 320 * 1024
     assert first["bytes_per_token"] == 320 * 1024
     assert first["weights_bytes"] == 2 * 68_976_648_192
     # 137,953,296,384 / (2 × 327,680) = 210,500.02
     assert first["outweighs_at"] == 210_501
+    assert (first["support"], found["run"]["support"]) == ("known", "known")
     named = "model revision source family dtype batch weights_source n_parameters contexts window n_sink versions date"
     assert set(named.split()) <= found["run"].keys()
     assert (found["run"]["model"], found["run"]["source"]) == ("llama-2-70b", "catalogue")
@@ -110,9 +122,36 @@ def test_a_directory_of_a_published_name_is_the_directory(document, config_only,
 def test_unknown_families_have_a_bill_and_no_weights(run, document, config_only):
     config = {"model_type": "nosuch", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8}
     (config_only / "config.json").write_text(json.dumps(config | {"vocab_size": 10}))
-    first = document(config_only)["rows"][0]
+    found = document(config_only)
+    first = found["rows"][0]
+    assert {row["support"] for row in found["rows"]} == {found["run"]["support"]} == {"plain"}
     assert (first["bytes_per_token"], first["weights_bytes"], first["outweighs_at"]) == (2 * 2 * 8 * 4, None, None)
-    assert "give --weights-bytes" in run(config_only).stdout
+    table = run(config_only).stdout
+    assert "give --weights-bytes" in table
+    assert "family nosuch: plain" in table
+    assert "family gpt2: known" in run("gpt2").stdout
+
+
+def test_a_key_that_could_change_the_cache_is_named_in_one_line(run, config_only):
+    config = {"model_type": "nosuch", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8}
+    (config_only / "config.json").write_text(json.dumps(config | {"vocab_size": 10, "ssm_state_size": 4}))
+    done = run(config_only)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "kvprobe: the configuration of this nosuch model says ssm_state_size, which could change what its layers keep, "
+        "and the family is not known to kvprobe\n"
+    )
+
+
+def test_layers_that_differ_are_drawn_from_the_document_alone():
+    config = {"model_type": "jamba", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
+    config |= {"vocab_size": 97, "num_key_value_heads": 2, "attn_layer_period": 8, "attn_layer_offset": 4}
+    spec = Spec.from_config(config)
+    result = experiment.run(spec, about={"model": "x", "revision": "", "source": ""}, contexts=[256])
+    kept = Result.from_json(result.to_json())
+    grown = [row for row in experiment.growth(kept) if row["lever"] == "as it is"]
+    # one layer of K and V, two heads of 16; seven of Mamba, 128 channels of 16 and a convolution four deep
+    assert grown[0]["bytes"] == 4 * (128 * 2 * 2 * 16 + 7 * 128 * (16 + 4))
 
 
 def test_default_contexts_end_at_the_model(document):
@@ -184,7 +223,7 @@ def test_the_table_reads_in_binary_units(run):
 def test_the_picture_is_written_whole(run, tmp_path):
     done = run("deepseek-v2", "--plot", tmp_path / "bill.svg", "--out", tmp_path / "bill.csv", "--format", "csv")
     assert (done.returncode, done.stdout) == (0, "")
-    assert (tmp_path / "bill.csv").read_text().startswith("lever,kind,context,")
+    assert (tmp_path / "bill.csv").read_text().startswith("lever,kind,context,support,")
     svg = (tmp_path / "bill.svg").read_text()
     assert svg.rstrip().endswith("</svg>")
     assert "without its latent" in svg

@@ -52,6 +52,13 @@ def test_text_on_standard_output_and_its_speed_on_standard_error(run, gpt2_rando
     assert (quiet.out, quiet.err) == (done.out, "")
 
 
+def test_speed_on_a_busy_machine_is_not_to_be_quoted(run, gpt2_random, busy_machine):
+    done = run(gpt2_random, "The time", "--max-new-tokens", 6)
+    assert done.err.endswith("tokens/s; cache 0.01 MiB; busy machine, not to be quoted\n")
+    record = json.loads(run(gpt2_random, "The time", "--max-new-tokens", 6, "--format", "json").out)["run"]
+    assert record["busy"] == ["other work used 1.00 of 2 cores while it was timed"]
+
+
 def test_json_is_one_document_and_says_what_was_printed(run, gpt2_random):
     printed = run(gpt2_random, "The time", "--max-new-tokens", 6).out
     done = run(gpt2_random, "The time", "--max-new-tokens", 6, "--format", "json", "--seed", 3)

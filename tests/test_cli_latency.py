@@ -1,12 +1,13 @@
 """``kvprobe latency`` as its users meet it. No time is asserted anywhere: machines differ."""
 
+import itertools
 import json
 
 import pytest
 from matplotlib.figure import Figure
 
 from conftest import only_document
-from kvprobe import bench
+from kvprobe import bench, busy
 from kvprobe.commands.latency import _summary
 from kvprobe.plots import latency as plot
 from kvprobe.plots import roofline
@@ -128,6 +129,37 @@ def test_the_table_and_the_picture(run, tiny_llama, tmp_path):
     assert "arithmetic binds decode from: 8 tokens: " in done.stdout
     svg = (tmp_path / "l.svg").read_text()
     assert all(text in svg for text in ("ms a step", "batch (rows decoded at once)", "arithmetic intensity"))
+
+
+def test_a_busy_machine_is_named_in_table_picture_and_record(run, document, tiny_llama, tmp_path, busy_machine):
+    reason = "other work used 1.00 of 2 cores while it was timed"
+    some = (tiny_llama, "--context", 8, "--phase", "cached")
+    done = run(*some, "--plot", tmp_path / "l.svg", "--quiet")
+    assert f"busy machine, not to be quoted: {reason}" in done.stdout.splitlines()
+    assert "busy machine, not to be quoted" in (tmp_path / "l.svg").read_text()
+    found = document(*some)["run"]
+    assert found["busy"] == [reason]
+    # two spans of ceilings and one of the row, a second each
+    assert (found["load"]["seconds"], found["load"]["others_cores"]) == (3, 1)
+    csv = run(*some, "--format", "csv")
+    assert f"busy machine, not to be quoted: {reason}" in csv.stderr.splitlines()
+    assert reason not in csv.stdout
+
+
+def test_a_whole_answer_is_watched_as_rows_are(document, tiny_llama, busy_machine):
+    sizes = ("--prompt-tokens", 20, "--new-tokens", 5, "--naive-samples", 2)
+    found = document(tiny_llama, "--context", 8, "--phase", "naive", "--end-to-end", *sizes, "--no-compile")["run"]
+    # ceilings twice, one row, an answer with a cache and two tokens without
+    assert found["load"]["seconds"] == 6
+
+
+def test_a_quiet_machine_is_not_named(run, document, tiny_llama, tmp_path, monkeypatch):
+    readings = (busy.Reading(wall=i, used=2.0 * i, own=2.0 * i) for i in itertools.count())
+    monkeypatch.setattr(busy, "read", lambda: next(readings))
+    some = (tiny_llama, "--context", 8, "--phase", "cached")
+    assert document(*some)["run"]["busy"] == []
+    assert "busy" not in run(*some, "--plot", tmp_path / "l.svg").stdout
+    assert "busy" not in (tmp_path / "l.svg").read_text()
 
 
 def test_what_is_above_its_ceiling_is_explained():

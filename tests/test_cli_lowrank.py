@@ -68,6 +68,28 @@ def test_heldout_is_the_text_after_the_passage_or_another(run, tiny_llama, tmp_p
     assert named["run"]["fit_text"]["offset"] == 0
 
 
+def test_a_heldout_basis_is_called_what_it_was_fitted_to(run, tiny_llama, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"".join(b"line %d of a text\n" % i for i in range(40)))
+    copy = tmp_path / "copy.txt"
+    # the same words, and another fingerprint
+    copy.write_bytes(text.read_bytes().replace(b"\n", b"\r\n"))
+    common = ("--tokens", 96, "--rank", 4, "--basis", "heldout", "--text", text, "--quiet")
+    later, other = "later tokens of the same text", "another text (manual)"
+    own, again, manual = (
+        run(tiny_llama, *common, *fitted).stdout for fitted in ((), ("--fit-text", copy), ("--fit-text", "manual"))
+    )
+    assert f"fitted on {later}, 96 tokens" in own
+    assert again == own
+    assert f"fitted on {other}, 96 tokens" in manual
+    for fitted, said in (((), later), (("--fit-text", "manual"), other)):
+        picture = tmp_path / "loss.svg"
+        run(tiny_llama, *common, *fitted, "--plot", picture)
+        assert f"heldout: {said}" in picture.read_text()
+    assert later in run("--help").stdout
+    assert run(tiny_llama, "--basis", "heldout", "--text", "-", "--fit-text", "-").returncode == 2
+
+
 def test_the_spectrum_shows_both_stages_or_the_one_asked_for(run, tiny_llama):
     found = document(run(tiny_llama, "--tokens", 96, "--spectrum", "--format", "json"))
     assert {row["stage"] for row in found["rows"]} == {"post_rope", "pre_rope"}
@@ -156,7 +178,7 @@ def test_losses_and_intervals_are_the_rows_one_line_a_basis():
     bars = [segment[:, 1].tolist() for part in ax.collections for segment in part.get_segments()]
     assert bars == [pytest.approx(ends) for ends in ([3.3, 3.6], [2.9, 3.2], [3.8, 4.1], [3.2, 3.5])]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        "not truncated", "oracle: the scored tokens", "held-out text",
+        "not truncated", "oracle: the scored tokens", "heldout: later tokens of the same text",
     ]  # fmt: skip
 
 

@@ -1,6 +1,14 @@
 """What is shown: tables aligned, nulls as dashes, progress without a terminal as a few lines."""
 
-from kvprobe import console
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from kvprobe import console, page
+from kvprobe.results import Result
+from kvprobe.visible import harmless, visible
 
 
 def test_numbers_stand_to_the_right_words_to_the_left_and_null_is_a_dash():
@@ -32,3 +40,56 @@ def test_quiet_says_nothing(capsys):
     console.notice("something", quiet=True)
     captured = capsys.readouterr()
     assert captured.err == captured.out == ""
+
+
+# what steers a terminal, turns what is written round, or is not there to see
+HOSTILE = "a\x1b[2Jb\x9bc\x7fd\u202ee\u2066f\u200bg\u2028h\ud800i\rj\nk"
+SEEN = r"a\x1b[2Jb\x9bc\x7fd\u202ee\u2066f\u200bg\u2028h\ud800i\rj\nk"
+
+
+def test_what_cannot_be_seen_is_written_as_python_would():
+    assert visible(HOSTILE) == SEEN
+    assert visible("Grüße, 日本 ε [red]$x$") == "Grüße, 日本 ε [red]$x$"
+    assert visible("a\nb\tc", keep="\n") == "a\nb\\tc"
+
+
+def test_running_text_keeps_its_lines_and_its_joiners():
+    # the joiner of no width belongs to the spelling of Persian
+    assert harmless("a\tb\n\u200c\x1b[2J\r\u202e") == "a\tb\n\u200c\\x1b[2J\\r\\u202e"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_reach_standard_error_visible(capsys, monkeypatch, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    shown = io.StringIO()
+    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=shown, force_terminal=True, width=200))
+    with console.progress_bar(quiet=False) as progress:
+        progress(f"[red]{HOSTILE}[/nosuch]", 1, 2, "passes")
+    console.notice(HOSTILE)
+    bar, rest = (shown.getvalue(), capsys.readouterr().err) if terminal else ("", capsys.readouterr().err)
+    assert f"[red]{SEEN}[/nosuch]" in (bar or rest)
+    assert rest.endswith(SEEN + "\n")
+
+
+def test_names_reach_a_table_and_what_stands_under_it_visible(capsys):
+    rows = [{"token": HOSTILE}]
+    console.emit(Result("sinks", rows, {}), format_="table", out=None, columns=["token"], summary=["", HOSTILE])
+    _, cell, empty, line = capsys.readouterr().out.splitlines()
+    assert (cell, empty, line) == (repr(HOSTILE), "", SEEN)
+
+
+def test_names_reach_a_page_visible_and_never_as_html():
+    hostile = f"<b>{HOSTILE}&"
+    section = page.Section(
+        anchor="sinks",
+        heading=hostile,
+        sentences=[hostile],
+        columns=[page.Column("token", hostile), page.Column("name", "name", show=str)],
+        rows=[{"token": hostile, "name": hostile}],
+        record={hostile: hostile},
+    )
+    text = page.document(hostile, hostile, [section]).decode()
+    assert text.replace("\n", "").isprintable()
+    assert "<b>" not in text
+    # a column may write its values itself
+    assert f"<td>&lt;b&gt;{SEEN}&amp;</td>" in text

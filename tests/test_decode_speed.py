@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from analyses import decode_speed
+from kvprobe.busy import Watch
 
 
 def test_every_way_is_timed_on_a_tiny_model(gpt2_random, monkeypatch):
@@ -18,6 +19,14 @@ def test_every_way_is_timed_on_a_tiny_model(gpt2_random, monkeypatch):
     assert result.run["steps"] == {"ours, torch": "torch", "ours, fastest": "numba"}
     assert torch.get_num_threads() == before
     assert [row["speedup"] for row in result.rows if row["way"] == ways[0]] == [1, 1]
+
+
+def test_what_else_ran_while_the_ways_took_turns_is_in_the_record(busy_machine):
+    watch, calls = Watch(), []
+    ways = {name: lambda name=name: calls.append(name) or [1.0] for name in "ab"}
+    decode_speed._in_turns(ways, 3, watch)
+    # a second a turn, and none for the run that does not count
+    assert (calls, watch.record()["load"]["seconds"]) == (list("ababbaab"), 6)
 
 
 def test_rows_by_hand():

@@ -82,7 +82,7 @@ def test_a_lowrank_record_remakes_its_table(subject):
     names = ("ranks", "of", "stage", "basis", "score_from", "allocate", "seed")
     again = lowrank.run(subject, **{name: run[name] for name in names}, center=run["centered"])
     assert again.rows == result.rows
-    assert "a basis of other text" in lowrank.sentence(result)
+    assert "a basis of later tokens of the same text" in lowrank.sentence(result)
     with pytest.raises(ValueError, match="basis heldout, got basis oracle"):
         lowrank.run(subject, fit_text=subject.text)
 
@@ -144,6 +144,8 @@ def test_the_latency_sentence_is_of_the_longest_context():
     assert latency.sentence(Result("latency", rows[:1], RUN)) == "m: naive at 128 tokens takes 40.0 ms"
     above = [row("cached", 128, 9) | {"fraction_of_ceiling": 1.09}]
     assert "; with it, more than was measured of its memory: " in latency.sentence(Result("latency", above, RUN))
+    loaded = latency.sentence(Result("latency", rows, RUN | {"busy": ["other work"]}))
+    assert loaded == f"{said}; busy machine, not to be quoted"
 
 
 @pytest.mark.parametrize(
@@ -291,6 +293,10 @@ def test_the_relief_sentence_leaves_out_what_saw_the_scored_tokens():
     assert "of 2 levers that never saw the scored tokens the smallest cache" in said
     assert "is b, 2.0 times smaller: there the loss is not told apart" in said
     assert "none takes less memory" in relief.sentence(Result("relief_map", rows[:3], RUN))
+    rows.append(row("rank 8, heldout basis", "heldout", 20, -0.05))
+    assert "is rank 8, heldout basis (of later tokens of the same text), 5.0 times" in relief.sentence(
+        Result("relief_map", rows, RUN)
+    )
 
 
 def test_a_subject_of_other_ids_is_another_record(subject):

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from figures import __main__ as every
 from figures import _paper
+from figures import latency as latency_figure
 from figures import lowrank as lowrank_figure
 from figures import window as window_figure
 from figures._paper import Picture
@@ -280,7 +281,7 @@ def test_losses_by_rank_are_the_rows():
     x, y, ends = drawn["oracle: the scored tokens"]
     assert x == pytest.approx([4 * 0.99, 16 * 0.99])
     assert (y, ends) == ([4.0, 3.5], [(3.75, 4.5), (3.25, 4.0)])
-    assert drawn["held-out text"][1:] == ([5.0], [(4.75, 5.5)])
+    assert drawn["heldout: later tokens of the same text"][1:] == ([5.0], [(4.75, 5.5)])
     assert ax.lines[0].get_ydata()[0] == 3.0
 
 
@@ -334,6 +335,21 @@ def test_the_roof_is_the_ceilings_and_the_marks_are_the_rows():
     assert marks == {"cached": [[0.5, pytest.approx(500)]], "prefill": [[50.0, pytest.approx(1000 / 9)]]}
 
 
+@pytest.mark.parametrize("title", [False, True])
+def test_a_busy_machine_stands_on_the_picture_with_a_title_or_without(title):
+    loaded = RUN | {"busy": ["other work used 1.00 of 2 cores while it was timed"]}
+    pictures = {"latency": latency.figure, "roofline": roofline.figure}
+    for name, figure in pictures.items():
+        above = [figure(RESULTS[name], run, width=6.9, title=title).get_suptitle() for run in (RUN, loaded)]
+        assert above[0].startswith("tiny") is title
+        assert "busy" not in above[0]
+        # broken to the width of the picture
+        assert " ".join(above[1].split()).endswith("busy machine, not to be quoted")
+    on_paper = latency_figure.draw(Result("latency", LATENCY, loaded), 3.35)
+    assert on_paper.get_suptitle() == "busy machine, not to be quoted"
+    assert latency_figure.draw(Result("latency", LATENCY, RUN), 3.35).get_suptitle() == ""
+
+
 def test_bytes_held_are_the_rows():
     ax = memory.draw([row for row in MEMORY if row["context"] == 8], axes())
     widths = [bar.get_width() for bar in ax.patches]
@@ -348,7 +364,7 @@ def test_the_relief_map_is_the_rows_and_its_front_the_flagged_ones():
     ax = relief.draw(RELIEF, axes())
     marks = {name: (x, y) for name, (x, y, _) in bars_of(ax).items()}
     assert marks["as it is"] == ([4096.0], [3.0])
-    assert marks["rank, basis of other text"] == ([2048.0], [3.4])
+    assert marks["rank, basis of later tokens of the same text"] == ([2048.0], [3.4])
     (front,) = (line for line in ax.lines if line.get_label().startswith("front"))
     assert front.get_xydata().tolist() == [[1024, 3.2], [2000, 3.1], [4096, 3.0]]
     assert sorted(text.get_text() for text in ax.texts) == ["4", "4", "8"]

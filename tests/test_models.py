@@ -345,6 +345,7 @@ def test_converted_gguf_files_are_listed_in_rows_like_the_others(tmp_path, monke
     monkeypatch.setenv("KVPROBE_HOME", str(tmp_path))
     directory = tmp_path / "gguf" / "0123abcd"
     directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
     write_manifest(directory, {"name": "mine"})
     rows = Result("models", models.available()).rows
     assert [row["name"] for row in rows if row["state"] == "gguf"] == ["mine.gguf"]

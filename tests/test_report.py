@@ -277,6 +277,24 @@ def test_a_page_is_utf8_even_where_a_name_is_not():
     assert "µ" in data.decode()
 
 
+def test_a_busy_machine_is_named_with_the_speed_and_below_its_table(llama, tmp_path, monkeypatch, busy_machine):
+    monkeypatch.setattr(report, "SECTIONS", [part for part in report.SECTIONS if part[0] in ("model", "speed")])
+    speed = report.measure(str(llama), FAST)[1]
+    assert speed.sentences[0].endswith("; busy machine, not to be quoted.")
+    assert speed.caption.endswith("under the machine's own roof; busy machine, not to be quoted.")
+    assert [figure.get_suptitle() for figure in speed.pictures] == ["busy machine, not to be quoted"] * 2
+    assert speed.record["busy"] == ["other work used 1.00 of 2 cores while it was timed"]
+    text = document("t", "l", [speed]).decode()
+    warning = "Busy machine, not to be quoted: other work used 1.00 of 2 cores while it was timed."
+    assert f'</table></div>\n<p class="warning">{warning}</p>' in text
+
+
+def test_a_warning_is_no_markup():
+    text = document("t", "l", [section(rows=[{"a": 1}], columns=[Column("a", "a")], warnings=["<b>"])]).decode()
+    assert '<p class="warning">&lt;b&gt;</p>' in text
+    assert 'class="warning"' not in document("t", "l", [section()]).decode()
+
+
 def test_what_all_runs_share_stands_once():
     records = {"model": "tiny", "seed": 0}, {"model": "tiny", "seed": 1}
     parts = [section(anchor=f"s{i}", record=record) for i, record in enumerate(records)]
@@ -291,6 +309,23 @@ def test_a_notebook_sees_an_escaped_table_and_how_many_rows_more_there_are():
     assert "<caption>sinks, &lt;tiny&gt;, and 40 more rows</caption>" in text
     assert text.count("<tr>") == 61
     assert "<i>" not in text
+    loaded = Result("latency", [{"ms_median": 1.0}], {"model": "tiny", "busy": ["other work"]})
+    assert "<caption>latency, tiny; busy machine, not to be quoted</caption>" in loaded._repr_html_()
+
+
+def test_the_rank_section_tells_later_tokens_of_the_text_from_another_text(measured):
+    found = measured["rank"]
+    bases = ["oracle", "heldout: later tokens of the same text", "heldout: another text (manual)"]
+    assert [*dict.fromkeys(row["basis"] for row in found.rows)] == bases
+    for sentence, words in zip(
+        found.sentences, ("an oracle", *(base.split(": ")[1] for base in bases[1:])), strict=True
+    ):
+        assert words in sentence
+    # each is a line of its own, over the same ranks
+    n_ranks = len({row["rank"] for row in found.rows}) - 1
+    assert len(found.rows) == 1 + 3 * n_ranks
+    (_, *lines) = found.pictures[0].axes[0].get_legend_handles_labels()[1]
+    assert lines == ["oracle: the scored tokens", *bases[1:]]
 
 
 def test_window_sentences_are_those_of_the_rows(measured):

@@ -94,6 +94,13 @@ def test_every_published_row_is_complete():
         assert bool(claim.field and claim.unit) or not comparable, claim
 
 
+def test_no_time_is_compared_so_that_no_busy_machine_can_agree_or_differ():
+    times = {"ms", "ms a token", "tokens/s", "s"}
+    timed = [claim for claim in reproduce.claims() if claim.unit in times or claim.block in ("latency", "end_to_end")]
+    assert timed
+    assert {claim.needs for claim in timed} <= {"gpu", "jax"}
+
+
 def test_random_weights_are_never_compared(shaped, text, weights_alone):
     result = reproduce.run(str(shaped), text=text, quick=True)
     on_weights = [row for row in result.rows if row["block"] in ("sinks", "window", "lowrank")]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvprobe.results import Result, processor, run_record, write_whole
+from kvprobe.textcells import from_cell, to_cell
 
 
 def result(**changes):
@@ -21,6 +22,55 @@ def test_json_holds_everything_and_reads_back():
 
 def test_csv_has_a_header_and_an_empty_cell_for_null():
     assert result().to_csv() == "layer,mass,window\n0,0.25,\n1,0.5,8\n"
+
+
+HOSTILE = [
+    "=1+1",
+    "+1",
+    "-0.5",
+    "@a",
+    "'",
+    "'=1",
+    "''-",
+    "a\nb",
+    r"a\nb",
+    "\\",
+    r"C:\dir",
+    r"\\",
+    "\r",
+    "\t=1",
+    "\x1b[31m",
+]
+HOSTILE += ["\u202e", "\u2028", "\ud800", "\U000e0041", "=\n", "'\x00", "", " ", "naïve", "日本", '"', ",", "-"]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_any_text_comes_back_from_a_cell_in_which_nothing_is_computed_or_hidden(text):
+    cell = to_cell(text)
+    assert from_cell(cell) == text
+    assert cell.isprintable()
+    assert not cell.startswith(("=", "+", "-", "@"))
+    # and through a whole table
+    table = result(rows=[{"layer": -1, "token": text, "mass": -0.5}]).to_csv()
+    assert Result.rows_of_csv(table) == [{"layer": "-1", "token": text, "mass": "-0.5"}]
+
+
+def test_only_a_text_that_would_be_computed_has_an_apostrophe_before_it():
+    rows = [{"loss": -0.5, "rank": -1, "token": "=A1"}, {"loss": 1e-7, "rank": 3, "token": "a=b"}]
+    assert result(rows=rows).to_csv() == "loss,rank,token\n-0.5,-1,'=A1\n1e-07,3,a=b\n"
+
+
+def test_no_two_texts_have_the_same_cell():
+    assert len(set(map(to_cell, HOSTILE))) == len(HOSTILE)
+
+
+def test_json_shows_what_cannot_be_seen_and_holds_it_exactly():
+    hostile = result(rows=[{"token": text} for text in HOSTILE])
+    text = hostile.to_json()
+    assert text.replace("\n", "").isprintable()
+    assert "日本" in text
+    assert text.encode()
+    assert Result.from_json(text) == hostile
 
 
 def test_no_rows_is_an_error():

@@ -37,7 +37,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert shown.count("text/html") == 1
     said = "".join(output.get("text", "") for output in outputs)
     assert "of all attention is on token 0" in said
-    assert "basis of other text" in said
+    assert "basis of later tokens of the same text" in said
     assert not [output for output in outputs if output.output_type == "error"]
     # three results draw themselves
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]

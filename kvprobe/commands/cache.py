@@ -9,6 +9,10 @@ from kvprobe.cli import common
 
 # more than any machine holds, and far from where sums of bytes would end
 COUNT = click.IntRange(max=2**40)
+SUPPORT = {
+    "known": "known, its configuration is read as its authors mean it",
+    "plain": "plain, read by keys that every family has; no key says otherwise",
+}
 COLUMNS = ("lever", "context", "bytes", "bytes_per_token", "relief", "outweighs_at", "stops_at")
 
 
@@ -37,10 +41,13 @@ def command(model: str, **options: Any) -> None:
     """What does the KV cache cost, by the configuration alone, and which lever would make it how much smaller?
 
     Needs no weights, and no network for the published models that kvprobe knows by name (gpt2, llama-2-70b,
-    deepseek-v3, …: an unknown name lists them); any other MODEL by its config.json.
+    deepseek-v3, …: an unknown name lists them); any other MODEL by its config.json. A family is known (its config is
+    read as its authors mean it) or plain (it says nothing but what every family says); a plain one with a key that
+    could change what its layers keep is refused, as are encoders.
 
     \b
-    Columns: bytes            of the cache after so many tokens of each sequence, for the whole batch
+    Columns: support          known or plain: how the family's config was read (json and csv)
+             bytes            of the cache after so many tokens of each sequence, for the whole batch
              bytes_per_token  of one more token of one sequence at this context
              relief           bytes of the model as it is over those of the row
              outweighs_at     first context at which the cache is larger than the weights (-: never)
@@ -85,6 +92,7 @@ def _summary(run: dict[str, Any]) -> list[str]:
     from kvprobe.bill import Amount
 
     lines = ["", f"{run['model']} ({run['source']}), batch {run['batch']}, {run['dtype']}: {run['shape']}"]
+    lines.append(f"family {run['family']}: {SUPPORT[run['support']]}")
     if run["weights_bytes"] is None:
         lines.append(f"weights {run['weights_source']}; give --weights-bytes")
     else:

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import common, load_model
+from kvprobe.cli import COUNT, common, load_model
 
 if TYPE_CHECKING:
     from kvprobe.caches import KVCache
     from kvprobe.decoder import Decoder
     from kvprobe.generate import Generation
-    from kvprobe.passages import Bos
 
 DEFAULT_SINKS = 4
+MOST_PROMPT = 1 << 24
 
 
 @click.command("generate", short_help="Continue a prompt with our own decoder and KV cache.")
 @click.argument("arguments", nargs=-1, required=True, metavar="[MODEL] PROMPT")
-@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Stop after this many new tokens.")
+@click.option("--max-new-tokens", type=COUNT, default=128, show_default=True, help="Stop after this many new tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the likeliest token.")
-@click.option("--top-k", type=int, help="Draw from the K likeliest tokens.")
+@click.option("--top-k", type=COUNT, help="Draw from the K likeliest tokens.")
 @click.option("--top-p", type=float, help="Draw from the fewest likeliest tokens that hold this much probability.")
-@click.option("--window", type=int, help="Keep only the last W tokens, and the sinks: constant memory.")
-@click.option("--sinks", type=int, help=f"Keep the first N tokens besides the window.  [default: {DEFAULT_SINKS}]")
+@click.option("--window", type=COUNT, help="Keep only the last W tokens, and the sinks: constant memory.")
+@click.option("--sinks", type=COUNT, help=f"Keep the first N tokens besides the window.  [default: {DEFAULT_SINKS}]")
 @click.option(
     "--positions",
     type=click.Choice(["absolute", "cache"]),
@@ -36,7 +36,7 @@ DEFAULT_SINKS = 4
     type=click.Choice(["auto", "add", "drop"]),
     default="auto",
     show_default=True,
-    help="Begin-of-sequence token: as the tokenizer does by itself, always, or never.",
+    help="Begin-of-sequence token: as the tokenizer does by itself, always, or none but the prompt's own.",
 )
 @common
 def command(arguments: tuple[str, ...], **options: Any) -> None:
@@ -63,20 +63,27 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
     import time
 
-    from kvprobe import fast, passages
+    from kvprobe import busy, fast, passages
     from kvprobe.console import emit, notice, progress_bar
     from kvprobe.decoder import from_hf
     from kvprobe.generate import Generation, Sampling, pieces, stream
     from kvprobe.results import Result, run_record, write_whole
+    from kvprobe.texts import Text, check_utf8
+    from kvprobe.visible import harmless
 
     started = time.perf_counter()
     sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"], top_p=options["top_p"])
     if prompt == "-":
-        prompt = passages.read_text("-").text.removesuffix("\n")
+        prompt = _from_standard_input()
+    check_utf8("the prompt", prompt)
     with progress_bar(options["quiet"]) as progress:
         loaded = load_model(name, options, progress)
     decoder = from_hf(loaded.model)
-    ids = _prompt_ids(loaded.tokenizer, prompt, options["bos"])
+    # one BOS policy for passages and prompts
+    passage = passages.whole(loaded.tokenizer, Text("the prompt", "", prompt), bos=options["bos"])
+    for said in passages.notices(passage):
+        notice(said, quiet=options["quiet"])
+    ids = passage.ids.tolist()
     cache = _cache(decoder, ids, options)
     start_up = time.perf_counter()
     stepper = None if cache is None else fast.stepper(decoder, cache)
@@ -107,9 +114,12 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         return str(loaded.tokenizer.decode([*token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     shown = options["format_"] == "table" and options["out"] is None
-    for piece in chain([prompt], pieces(tokens(), spell), ["\n"]):
-        if shown:
-            click.echo(piece, nl=False)
+    watch = busy.Watch()
+    with watch.span():
+        for piece in chain([prompt], pieces(tokens(), spell), ["\n"]):
+            if shown:
+                click.echo(harmless(piece), nl=False)
+    load = watch.record(device=loaded.device)
     generation = Generation.of(steps, cache)
     row = {
         "prompt": prompt,
@@ -126,10 +136,13 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     if options["format_"] != "table":
         run = run_record(
             loaded.record(),
+            load,
             **{
                 key: options[key]
                 for key in ("bos", "max_new_tokens", "temperature", "top_k", "top_p", "window", "seed")
             },
+            has_bos=passage.has_bos,
+            **({"bos_in_text": True} if passage.bos_in_text else {}),
             n_sink=None if options["window"] is None else _sinks(options),
             positions=None if options["window"] is None else _positions(decoder, options),
             cache=not options["no_cache"],
@@ -141,7 +154,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         emit(Result("generate", [row], run), format_=options["format_"], out=options["out"], columns=())
     elif options["out"] is not None:
         write_whole(options["out"], f"{prompt}{row['text']}\n")
-    notice(_summary(generation, len(ids)), quiet=options["quiet"])
+    notice(busy.said(_summary(generation, len(ids)), load), quiet=options["quiet"])
 
 
 def _names_a_model(word: str) -> bool:
@@ -177,10 +190,14 @@ def _cache(decoder: "Decoder", ids: list[int], options: dict[str, Any]) -> "KVCa
     return decoder.rolling_cache(options["window"], n_sink=_sinks(options), positions=positions)
 
 
-def _prompt_ids(tokenizer: Any, prompt: str, bos: "Bos") -> list[int]:
-    from kvprobe.passages import front_ids  # one BOS policy for passages and prompts
+def _from_standard_input() -> str:
+    from kvprobe.errors import KvprobeError
+    from kvprobe.texts import read_text
 
-    return [*front_ids(tokenizer, bos), *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]]
+    read = read_text("-", n_bytes=MOST_PROMPT)
+    if read.cut is not None:
+        raise KvprobeError(f"the prompt on standard input is {read.cut}; give one of at most {MOST_PROMPT:,} bytes")
+    return read.text.removesuffix("\n")
 
 
 def _eos(loaded: Any) -> list[int]:

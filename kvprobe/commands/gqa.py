@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import common, load_subject, passage_options
+from kvprobe.cli import COUNT, CountFrom, Finite, common, load_subject, passage_options
 
 COLUMNS = ("n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token")
 UPTRAINED = ("loss_before", "loss_pooled", "loss_after")
@@ -20,40 +20,40 @@ OF_POOLING = ("text", "tokens", "bos", "score_from")
 @click.argument("model", required=False)
 @click.option(
     "--kv-heads",
-    type=int,
+    type=COUNT,
     multiple=True,
     help="Key/value heads to train with. Repeat for several.  [default: 8, 4, 2, 1; with --pool all that divide]",
 )
 @click.option(
     "--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Models a head count, from --seed."
 )
-@click.option("--steps", type=click.IntRange(1), help="Steps of training.  [default: 600; 60 with --quick]")
+@click.option("--steps", type=CountFrom(1), help="Steps of training.  [default: 600; 60 with --quick]")
 @click.option(
     "--corpus",
     default="time-machine",
     show_default=True,
     help="What to train on: a UTF-8 file or a name, as --text.",
 )
-@click.option("--train-windows", type=click.IntRange(1), help="The first windows of the corpus.  [default: 100000]")
-@click.option("--valid-windows", type=click.IntRange(1), help="The next.  [default: 3000; 300 with --quick]")
-@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="Of AdamW, constant.  [default: 0.001]")
+@click.option("--train-windows", type=CountFrom(1), help="The first windows of the corpus.  [default: 100000]")
+@click.option("--valid-windows", type=CountFrom(1), help="The next.  [default: 3000; 300 with --quick]")
+@click.option("--learning-rate", type=Finite(0, min_open=True), help="Of AdamW, constant.  [default: 0.001]")
 @click.option("--quick", is_flag=True, help="Five minutes on two cores: a smaller model and fewer steps, no protocol.")
 @click.option(
     "--uptrain",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Finite(0, 1, min_open=True),
     is_flag=False,
     flag_value=0.05,
     help="Train multi-head, pool its heads, train on for this fraction of the steps.  [0.05 if no number follows]",
 )
 @click.option(
     "--margin",
-    type=click.FloatRange(0, min_open=True),
+    type=Finite(0, min_open=True),
     default=0.05,
     show_default=True,
     help="Nat per token within which two losses count as equivalent.",
 )
 @click.option("--pool", is_flag=True, help="With MODEL: pool the KV heads of a pretrained model, no training.")
-@click.option("--score-from", type=int, help="With --pool: the first target is the token after it.  [default: half]")
+@click.option("--score-from", type=COUNT, help="With --pool: the first target is the token after it.  [default: half]")
 @passage_options
 @common
 def command(model: str | None, **options: Any) -> None:
@@ -109,7 +109,7 @@ def _train(options: dict[str, Any]) -> Any:
 
     from kvprobe.cells import Shelf
     from kvprobe.console import notice, progress_bar
-    from kvprobe.corpus import characters
+    from kvprobe.corpus import characters, enough
     from kvprobe.experiments import gqa
     from kvprobe.models import device_for
     from kvprobe.store import home
@@ -127,7 +127,8 @@ def _train(options: dict[str, Any]) -> Any:
     seeds = range(options["seed"], options["seed"] + options["seeds"])
     try:
         with progress_bar(quiet) as progress:
-            text = read_text(options["corpus"], progress=progress)
+            n_bytes = enough(n_train + n_valid, protocol.length)
+            text = read_text(options["corpus"], n_bytes=n_bytes, progress=progress)
             corpus = characters(text, length=protocol.length, n_train=n_train, n_valid=n_valid)
             if options["quick"]:
                 notice(f"--quick is {gqa.words_of(protocol, corpus)}", quiet=quiet)

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import common, load_model
+from kvprobe.cli import COUNT, CountFrom, Finite, common, load_model
 
 COLUMNS = (
     "phase",
@@ -30,11 +30,11 @@ COLUMNS = (
 @click.option(
     "--context",
     "contexts",
-    type=int,
+    type=COUNT,
     multiple=True,
     help="Tokens attended to, the newest included. Repeat for several.  [default: 128, 512 and 1024]",
 )
-@click.option("--batch", "batches", type=int, multiple=True, help="Rows decoded at once. Repeatable.  [default: 1]")
+@click.option("--batch", "batches", type=COUNT, multiple=True, help="Rows decoded at once. Repeatable.  [default: 1]")
 @click.option(
     "--phase",
     "phases",
@@ -50,20 +50,20 @@ COLUMNS = (
     help="Read and decode the fastest way there is (a CPU: compiled by numba), or with the readable decoder in torch.",
 )
 @click.option("--random-weights", is_flag=True, help="Take MODEL's shape alone and draw the weights.")
-@click.option("--repeats", type=click.IntRange(1), default=20, show_default=True, help="Runs a row, at most.")
+@click.option("--repeats", type=CountFrom(1), default=20, show_default=True, help="Runs a row, at most.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=3.0,
     show_default=True,
     help="After so long a row stops repeating, though not before three runs.",
 )
 @click.option("--end-to-end", is_flag=True, help="Also a whole answer: a prompt, then many tokens, both ways.")
-@click.option("--prompt-tokens", type=int, default=3584, show_default=True, help="Of --end-to-end: the prompt.")
-@click.option("--new-tokens", type=int, default=256, show_default=True, help="Of --end-to-end: tokens generated.")
+@click.option("--prompt-tokens", type=COUNT, default=3584, show_default=True, help="Of --end-to-end: the prompt.")
+@click.option("--new-tokens", type=COUNT, default=256, show_default=True, help="Of --end-to-end: tokens generated.")
 @click.option(
     "--naive-samples",
-    type=int,
+    type=COUNT,
     help="Of --end-to-end without a cache: time only so many tokens, spread evenly.  [default: all]",
 )
 @common
@@ -71,8 +71,9 @@ def command(model: str, **options: Any) -> None:
     """How long does a token take, with a KV cache and without, and how near is that to what the machine allows?
 
     The machine's own ceilings are measured beside: the best rate at which real kernels read memory, and multiply
-    matrices in this dtype. Token ids are random; time does not depend on them. prefill and naive are timed with the
-    first --batch; for the others the decode step alone.
+    matrices in this dtype. So is what else the machine did meanwhile: figures of a busy one are marked, not to be
+    quoted. Token ids are random; time does not depend on them. prefill and naive are timed with the first --batch; for
+    the others the decode step alone.
 
     \b
     Columns: phase        naive: everything read again for one token; cached: one decode step; prefill: a whole prompt
@@ -91,6 +92,7 @@ def command(model: str, **options: Any) -> None:
       kvprobe latency gpt-124m --random-weights --end-to-end --naive-samples 8
       kvprobe latency smollm2-135m --no-compile       what compiling brings
     """
+    from kvprobe import busy
     from kvprobe.console import emit, notice, progress_bar, save_plot
     from kvprobe.experiments import latency
     from kvprobe.results import Result
@@ -105,6 +107,10 @@ def command(model: str, **options: Any) -> None:
     rows, run = result.rows, result.run
     for note in run["notes"]:
         notice(note, quiet=options["quiet"])
+    if options["format_"] != "table":
+        # of a table it is a part
+        for line in busy.lines(run):
+            notice(line, quiet=options["quiet"])
     shown = Result("latency", _readable(rows), run) if options["format_"] == "table" else result
     emit(shown, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(rows, run))
     if options["plot"]:
@@ -118,10 +124,12 @@ def _readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
+    from kvprobe import busy
     from kvprobe.experiments.latency import ABOVE
 
     lines = [
         "",
+        *busy.lines(run),
         f"{run['model']} ({run['source']}), {run['dtype']}, {run['device']}: the machine reads "
         f"{run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s, "
         f"ridge point {run['ridge_point']:.1f} FLOP/B",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvprobe.cli import common, load_subject, passage_options
+from kvprobe.cli import COUNT, common, load_subject, passage_options
 
 if TYPE_CHECKING:
     from kvprobe.results import Result
@@ -25,7 +25,7 @@ SPECTRUM_COLUMNS = (
 @click.option(
     "--rank",
     "ranks",
-    type=int,
+    type=COUNT,
     multiple=True,
     help="Singular directions kept in every layer. Repeat for a curve.  [default: 1/2, 1/4 and 1/8 of the width]",
 )
@@ -48,11 +48,15 @@ SPECTRUM_COLUMNS = (
     type=click.Choice(["oracle", "prefix", "heldout"]),
     default="oracle",
     show_default=True,
-    help="Fitted to the scored passage itself, to its tokens before --score-from, or (untruncated) to another text.",
+    help="Fitted to the scored passage itself, to its tokens before --score-from, or (untruncated) to later tokens of "
+    "the same text or those of --fit-text.",
 )
-@click.option("--fit-text", help="Text of the basis heldout.  [default: the tokens after the passage in --text]")
+@click.option(
+    "--fit-text",
+    help="Another text for the basis heldout, a file or a name as --text.  [default: later tokens of the same text]",
+)
 @click.option("--center", is_flag=True, help="Take the mean of the fitted tokens out first (it is stored as well).")
-@click.option("--score-from", type=int, help="The first target is the token after it.  [default: half of --tokens]")
+@click.option("--score-from", type=COUNT, help="The first target is the token after it.  [default: half of --tokens]")
 @click.option("--spectrum", is_flag=True, help="Only what rank each layer has, before and after RoPE: no loss.")
 @click.option(
     "--allocate",
@@ -80,7 +84,8 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
     \b
     Examples:
       kvprobe lowrank smollm2-135m --rank 192 --rank 96 --rank 48 --plot lowrank.png
-      kvprobe lowrank smollm2-135m --rank 96 --basis heldout     a basis that never saw the scored tokens
+      kvprobe lowrank smollm2-135m --rank 96 --basis heldout     a basis of later tokens of the same text
+      kvprobe lowrank smollm2-135m --rank 96 --basis heldout --fit-text manual     one of another text
       kvprobe lowrank smollm2-135m --spectrum                    keys before and after RoPE
       kvprobe lowrank smollm2-135m --rank 96 --allocate energy   more rank where there is more energy
     """
@@ -91,6 +96,8 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
                 raise click.UsageError(f"--spectrum looks at the untruncated pass and takes no {option}", ctx)
     if options["fit_text"] is not None and options["basis"] != "heldout":
         raise click.UsageError(f"--fit-text is for --basis heldout, not for --basis {options['basis']}", ctx)
+    if options["fit_text"] == options["text"] == "-":
+        raise click.UsageError("standard input can be read once: leave out --fit-text, or give a file", ctx)
     from kvprobe.console import progress_bar
     from kvprobe.experiments import lowrank
 
@@ -101,7 +108,8 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
             from kvprobe import passages
 
             # both texts before the model, which takes longer
-            fit_text = passages.read_text(options["fit_text"], progress=progress)
+            n_bytes = passages.enough(options["tokens"])
+            fit_text = passages.read_text(options["fit_text"], n_bytes=n_bytes, progress=progress)
         subject = load_subject(model, options, progress)
         if options["spectrum"]:
             # asked for one stage, or left open: then the spectrum shows both
@@ -142,10 +150,10 @@ def _spectrum_summary(result: "Result", subject: "Subject") -> list[str]:
 
 
 def _summary(result: "Result", subject: "Subject") -> list[str]:
-    from kvprobe.experiments.words import passage_of
+    from kvprobe.experiments.words import fitted_to, passage_of
 
     run, first = result.run, result.rows[0]
-    fitted = f"{run['n_fitted']:,} tokens" + (f" of {run['fit_text']['name']}" if run["fit_text"] else "")
+    fitted = (f"{fitted_to(run)}, " if run["fit_text"] else "") + f"{run['n_fitted']:,} tokens"
     lines = [
         "",
         f"{passage_of(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import common, load_model
+from kvprobe.cli import COUNT, CountFrom, common, load_model
 
 if TYPE_CHECKING:
     from kvprobe.results import Result
@@ -17,13 +17,15 @@ COLUMNS = ("context", "cache", "formula_bytes", "measured_bytes", "pinned_bytes"
 @click.option(
     "--context",
     "contexts",
-    type=int,
+    type=COUNT,
     multiple=True,
     help="Tokens read into the cache. Repeat for several.  [default: 128, 512 and 1024]",
 )
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences held at once.")
-@click.option("--window", type=int, default=256, show_default=True, help="Of the rolling cache: last tokens kept.")
-@click.option("--sinks", type=int, default=4, show_default=True, help="Of the rolling cache: first tokens kept beside.")
+@click.option("--batch", type=CountFrom(1), default=1, show_default=True, help="Sequences held at once.")
+@click.option("--window", type=COUNT, default=256, show_default=True, help="Of the rolling cache: last tokens kept.")
+@click.option(
+    "--sinks", type=COUNT, default=4, show_default=True, help="Of the rolling cache: first tokens kept beside."
+)
 @click.option("--random-weights", is_flag=True, help="Take MODEL's shape alone and draw the weights.")
 @common
 def command(model: str, **options: Any) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import checked_parent, model_options, quiet_option, text_options, with_options
+from kvprobe.cli import checked_first, checked_parent, model_options, quiet_option, text_options, with_options
 
 
 @click.command("report", short_help="One self-contained page on a model: bill, sinks, window, rank, speed.")
@@ -22,6 +22,7 @@ from kvprobe.cli import checked_parent, model_options, quiet_option, text_option
     *model_options(),
     quiet_option(),
 )
+@checked_first
 def command(model: str, **options: Any) -> None:
     """One HTML page on MODEL: what it is, its memory bill, its sinks, what windows and ranks cost, and its speed.
 

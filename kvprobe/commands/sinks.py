@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import common, load_subject, passage_options
+from kvprobe.cli import COUNT, Finite, common, load_subject, passage_options
 
 COLUMNS = ("layer", "mass", "uniform", "sink_rate", "top_position", "top_token", "top_mass", "window")
 HEAD_COLUMNS = ("layer", "head", "mass", "is_sink")
@@ -14,11 +14,15 @@ HEAD_COLUMNS = ("layer", "head", "mass", "is_sink")
 @click.argument("model", default="gpt2")
 @passage_options
 @click.option(
-    "--queries-from", type=int, default=64, show_default=True, help="First query counted: earlier ones see little else."
+    "--queries-from",
+    type=COUNT,
+    default=64,
+    show_default=True,
+    help="First query counted: earlier ones see little else.",
 )
 @click.option(
     "--epsilon",
-    type=click.FloatRange(0, 1),
+    type=Finite(0, 1),
     default=0.3,
     show_default=True,
     help="A head is a sink head if it puts more than this on token 0.",
@@ -49,13 +53,9 @@ def command(model: str, **options: Any) -> None:
       kvprobe sinks gemma3-270m --bos drop            a model whose sink is its BOS
       kvprobe sinks MODEL --tokens 64 --queries-from 0  the published ε-sink protocol
     """
-    import math
-
     from kvprobe.console import emit, progress_bar, save_plot
     from kvprobe.experiments import sinks
 
-    if math.isnan(options["epsilon"]):
-        raise click.BadParameter("epsilon must be a number between 0 and 1, got nan")
     settings = {name: options[name] for name in ("queries_from", "epsilon", "control", "seed")}
     with progress_bar(options["quiet"]) as progress:
         result = sinks.run(load_subject(model, options, progress), **settings, progress=progress)

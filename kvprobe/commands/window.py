@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import checked_parent, common, load_subject, passage_options
+from kvprobe.cli import COUNT, checked_parent, common, load_subject, passage_options
 
 if TYPE_CHECKING:
     from kvprobe.checkpoint import Standing
@@ -26,7 +26,7 @@ STREAM_COLUMNS = (
 @click.option(
     "--window",
     "windows",
-    type=int,
+    type=COUNT,
     multiple=True,
     default=(256,),
     show_default=True,
@@ -34,7 +34,7 @@ STREAM_COLUMNS = (
 )
 @click.option(
     "--sinks",
-    type=int,
+    type=COUNT,
     multiple=True,
     help="Tokens kept beside the window, in addition to it. Repeat for a grid.  [default: 0, 1, 4]",
 )
@@ -55,13 +55,13 @@ STREAM_COLUMNS = (
 @click.option("--drop-sink-logits", is_flag=True, help="Take out the learned sink logits that a model has (gpt-oss).")
 @click.option(
     "--score-from",
-    type=int,
+    type=COUNT,
     help="The first target is the token after it.  [default: half of --tokens; 0 with --stream]",
 )
 @click.option(
     "--stream", is_flag=True, help="The whole text, however long, through a rolling cache in constant memory."
 )
-@click.option("--every", type=int, help="With --stream: a result every N tokens.  [default: at the end]")
+@click.option("--every", type=COUNT, help="With --stream: a result every N tokens.  [default: at the end]")
 @click.option(
     "--state",
     type=click.Path(dir_okay=False),

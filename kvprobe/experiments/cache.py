@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvprobe import catalogue
 from kvprobe.bill import DTYPE_BYTES, Amount, describe
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.layers import as_runs, from_runs
 from kvprobe.progress import Progress, silent
 from kvprobe.relief import rows
 from kvprobe.results import Result, Row, run_record
@@ -55,6 +55,7 @@ def run(
         about,
         settings,
         family=spec.family,
+        support=spec.support,
         shape=describe(spec),
         n_parameters=spec.n_parameters,
         weights_source=source,
@@ -69,8 +70,7 @@ def run(
 def growth(result: Result) -> list[Row]:
     """The rows of ``result`` at every power of two, for a picture: as far as its contexts or the crossing reach."""
     run = result.run
-    kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in run["spec"].items()}
-    spec = Spec(**kept)
+    spec = _from_json(run["spec"])
     # as far as the cache outweighs the weights, where it does within reach: that is what the picture is about
     reach = max(*run["contexts"], min(2 * (result.rows[0]["outweighs_at"] or 0), 2**24), 2048)
     settings = {name: run[name] for name in ("batch", "dtype", "weights_bytes", "window", "n_sink", "rank")}
@@ -114,7 +114,21 @@ def sentence(result: Result) -> str:
 
 
 def _as_json(spec: Spec) -> dict[str, Any]:
-    return {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(spec).items()}
+    fields = {name: value for name, value in vars(spec).items() if name in Spec.__dataclass_fields__}
+    widths = spec.intermediate_size
+    return fields | {
+        "layers": as_runs(spec.layers),
+        "intermediate_size": [*widths] if isinstance(widths, tuple) else widths,
+    }
+
+
+def _from_json(kept: Mapping[str, Any]) -> Spec:
+    widths = kept["intermediate_size"]
+    own = {
+        "layers": from_runs(kept["layers"]),
+        "intermediate_size": tuple(widths) if isinstance(widths, list) else widths,
+    }
+    return Spec(**{**kept, **own})
 
 
 def _default_contexts(max_positions: int | None) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvprobe import bench
+from kvprobe import bench, busy
 from kvprobe.decoder import from_hf
 from kvprobe.latency import PHASES, Bench
 from kvprobe.models import Loaded
@@ -34,6 +34,8 @@ def run(
 ) -> Result:
     """A row a phase, context and batch (:meth:`kvprobe.latency.Observation.row`), the machine in the record.
 
+    ``busy`` and ``load`` there say what else ran (:meth:`kvprobe.busy.Watch.record`).
+
     ``contexts`` default to those of 128, 512 and 1,024 that the model has positions for; without ``phases`` none is
     timed by itself. ``end_to_end`` is a prompt's length and how many tokens follow it, which adds those two rows. For
     the other settings see :class:`kvprobe.latency.Bench`, whose notes are ``notes`` in the record. Raises as it does.
@@ -49,14 +51,18 @@ def run(
         parts.append(timing.end_to_end(*end_to_end, naive_samples=naive_samples))
     dtype = getattr(torch, loaded.dtype)
     # before and after: a shared machine drifts, and a ceiling is the best it does
-    machine = bench.measure_machine(dtype, loaded.device, progress=progress)
+    with timing.watch.span():
+        machine = bench.measure_machine(dtype, loaded.device, progress=progress)
     observations = [observation for part in parts for observation in part]
-    machine = machine.best_of(bench.measure_machine(dtype, loaded.device))
+    with timing.watch.span():
+        machine = machine.best_of(bench.measure_machine(dtype, loaded.device))
     ceilings, shape = machine.ceilings, Shape.of(decoder)
+    rows = [observation.row(ceilings, loaded.dtype) for observation in observations]
     n_prompt, n_new = end_to_end or (None, None)
     record = run_record(
         loaded.record(),
         machine.record(),
+        timing.watch.record(rows, device=loaded.device),
         contexts=contexts,
         batches=[*batches],
         compiled=compiled,
@@ -71,11 +77,18 @@ def run(
         seed=seed,
         wall_s=round(time.perf_counter() - started, 3),
     )
-    return Result("latency", [observation.row(ceilings, loaded.dtype) for observation in observations], record)
+    return Result("latency", rows, record)
 
 
 def sentence(result: Result) -> str:
-    """What the rows support, in one plain sentence: the longest context that was decoded with a cache."""
+    """What the rows support, in one plain sentence: the longest context that was decoded with a cache.
+
+    Of a busy machine it ends in :data:`kvprobe.busy.WORDS`.
+    """
+    return busy.said(_sentence(result), result.run)
+
+
+def _sentence(result: Result) -> str:
     run = result.run
     cached = [row for row in result.rows if row["phase"] == "cached" and row["batch"] == result.rows[0]["batch"]]
     if not cached:

@@ -3,11 +3,14 @@
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from kvprobe import passages
-from kvprobe.experiments.words import change_of, interval_of, passage_of
+from kvprobe.experiments.words import change_of, fitted_to, interval_of, passage_of
 from kvprobe.lowrank import Of, Stage
-from kvprobe.passages import Text
+from kvprobe.passages import Passage, Text
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, run_record
 from kvprobe.subject import Subject
@@ -32,9 +35,9 @@ def run(
 ) -> Result:
     """The untruncated pass, then a row a rank: loss, interval, energy and bytes (:func:`kvprobe.truncation.sweep`).
 
-    ``fit_text`` is for the basis ``heldout`` alone; without it that is fitted to as many tokens after the passage in
-    the passage's own text. ``score_from`` defaults to half of the passage. Raises ValueError for what is out of range,
-    KvprobeError for a text that is too short.
+    ``fit_text`` is for the basis ``heldout`` alone; without it, or where it begins as the passage does, that is fitted
+    to later tokens of the same text, as many as the passage has and next to it. ``score_from`` defaults to half of the
+    passage. Raises ValueError for what is out of range, KvprobeError for a text that is too short.
     """
     if fit_text is not None and basis != "heldout":
         raise ValueError(f"a text to fit on is for the basis heldout, got basis {basis}")
@@ -42,10 +45,10 @@ def run(
     loaded, n_tokens, bos = subject.loaded, subject.passage.n_tokens, subject.passage.bos
     fit = None
     if basis == "heldout":
-        # the same text again would begin with the scored tokens
-        own = fit_text is None or fit_text.sha256 == subject.text.sha256
-        cut = passages.heldout if own else passages.encode
-        fit = cut(loaded.tokenizer, subject.text if own or fit_text is None else fit_text, n_tokens=n_tokens, bos=bos)
+        fit = None if fit_text is None else passages.encode(loaded.tokenizer, fit_text, n_tokens=n_tokens, bos=bos)
+        # the same text again, or a copy of it, would begin with the scored tokens
+        if fit is None or fit.sha256 == subject.text.sha256 or torch.equal(fit.ids, subject.passage.ids):
+            fit = passages.heldout(loaded.tokenizer, subject.text, n_tokens=n_tokens, bos=bos)
     score_from = n_tokens // 2 if score_from is None else score_from
     swept = sweep(
         subject.model,
@@ -72,7 +75,7 @@ def run(
         score_from=score_from,
         n_targets=n_tokens - 1 - score_from,
         n_fitted=swept.n_fitted,
-        fit_text=None if fit is None else {"name": fit.name, "sha256": fit.sha256, "offset": fit.offset},
+        fit_text=None if fit is None else _about(fit),
         ranks_by_layer=swept.ranks_by_layer,
         interval=interval_of(swept.block_length),
         seed=seed,
@@ -111,6 +114,12 @@ def spectrum(
     return Result("lowrank", rows, record)
 
 
+def _about(fit: Passage) -> dict[str, Any]:
+    """What the record says of the text that a basis was fitted to."""
+    found: dict[str, Any] = {"name": fit.name, "sha256": fit.sha256, "offset": fit.offset}
+    return found if fit.cut is None else found | fit.cut.record()
+
+
 def sentence(result: Result) -> str:
     """What the rows support, in one plain sentence; of a :func:`spectrum` too."""
     run = result.run
@@ -128,7 +137,7 @@ def sentence(result: Result) -> str:
     saw = {
         "oracle": "an oracle basis, which saw the scored tokens",
         "prefix": "a basis of the tokens before the scored ones",
-        "heldout": "a basis of other text",
+        "heldout": f"a basis of {fitted_to(run)}",
     }[run["basis"]]
     said = f"{passage_of(run)}: with {what} at rank {best['rank']:,} of {best['width']:,} in every layer ({saw}) the "
     said += f"loss {change_of(best)}"

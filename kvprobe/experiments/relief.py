@@ -13,7 +13,7 @@ from kvprobe.bill import Bill, bill
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.experiments import lowrank, window
 from kvprobe.experiments.quantised import check_bits, quantising
-from kvprobe.experiments.words import change_of, interval_of, passage_of
+from kvprobe.experiments.words import change_of, fitted_to, interval_of, passage_of
 from kvprobe.holders import own_shape
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
@@ -44,6 +44,7 @@ def run(
     with a 16-bit scale and zero point for every 64 elements). ``bytes_per_token`` is the mean over the passage,
     ``bytes`` over its tokens; ``on_front``: no row has at most its bytes and at most its loss, and one of them less,
     intervals left aside; rows of an oracle basis, which saw the scored tokens, are on no front and keep none off it.
+    The basis ``heldout`` is of later tokens of the same text.
     ``windows`` default to 1/2, 1/4 and 1/8 of the passage, ``ranks`` to those parts of the width. Raises
     UnsupportedModelError for a model that keeps other things than one K and V a KV head, and as
     :func:`kvprobe.experiments.window.run` and :func:`kvprobe.experiments.lowrank.run` do.
@@ -103,8 +104,10 @@ def sentence(result: Result) -> str:
     if not free:
         return f"{said}none takes less memory without a rise in loss that is told apart from zero"
     best = min(free, key=lambda row: row["bytes"])
+    fitted = f" (of {fitted_to(result.run)})" if best["basis"] == "heldout" else ""
     return (
-        f"{said}the smallest cache whose rise in loss is not told apart from zero is {best['lever']}, "
+        f"{said}the smallest cache whose rise in loss is not told apart from zero is {best['lever']}"
+        f"{fitted}, "
         f"{best['relief']:.1f} times smaller: there the loss {change_of(best)}"
     )
 

@@ -11,8 +11,22 @@ PUBLISHED = "the published protocol"
 
 def passage_of(run: Mapping[str, Any]) -> str:
     """Which model read what, as ``smollm2-135m, bundled, 1,024 tokens (no BOS)``."""
-    bos = "with BOS" if run["has_bos"] else "no BOS"
-    return f"{run['model']}, {run['passage']}, {run['n_tokens']:,} tokens ({bos})"
+    return f"{run['model']}, {run['passage']}, {run['n_tokens']:,} tokens ({bos_of(run)})"
+
+
+def bos_of(run: Mapping[str, Any]) -> str:
+    """Whether token 0 is a BOS, and whether the text brought it."""
+    if run.get("bos_in_text"):
+        return "with BOS, the text's own"
+    return "with BOS" if run["has_bos"] else "no BOS"
+
+
+def fitted_to(run: Mapping[str, Any]) -> str:
+    """What a held-out basis was fitted to: ``later tokens of the same text``, or ``another text (manual)``."""
+    fit_text = run.get("fit_text")
+    if fit_text is None or fit_text["sha256"] == run["passage_sha256"]:
+        return "later tokens of the same text"
+    return f"another text ({fit_text['name']})"
 
 
 def training_of(run: Mapping[str, Any]) -> str:

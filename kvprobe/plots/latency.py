@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from kvprobe.busy import said
 from kvprobe.plots import roofline
 from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
 from kvprobe.results import Row
@@ -69,7 +70,10 @@ def draw_batches(rows: list[Row], ax: Axes) -> Axes:
 
 
 def figure(rows: list[Row], run: dict[str, Any], *, width: float | None = None, title: bool = True) -> Figure:
-    """Context, batch where there are several, and the roofline, side by side; stacked in one column."""
+    """Context, batch where there are several, and the roofline, side by side; stacked in one column.
+
+    That the machine was busy stands above, with a title or without.
+    """
     rows = [roofline.with_rates(row) for row in rows if row["phase"] in roofline.LOOK]
     cached = [row for row in rows if row["phase"] == "cached"]
     by_batch = len({row["batch"] for row in cached}) > 1
@@ -86,7 +90,8 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float | None = None, 
         roofline.draw(rows, next(axes), bandwidth=run["bandwidth_bytes_per_s"], matrix_rate=run["matrix_flops_per_s"])
         where = run["cpu"] if run["device"] == "cpu" else run["device"]
         measured = f"{run['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s, {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s"
-        return titled(fig, f"{run['model']}, {run['dtype']} on {where}: {measured} measured") if title else fig
+        heading = f"{run['model']}, {run['dtype']} on {where}: {measured} measured" if title else ""
+        return titled(fig, said(heading, run))
 
 
 def _ticks(ax: Axes, values: list[int]) -> None:

@@ -9,20 +9,22 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from kvprobe.experiments.words import fitted_to
 from kvprobe.plots.style import DOTS, HEAT, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
 from kvprobe.results import Row
 
-BASES = {"oracle": "oracle: the scored tokens", "prefix": "prefix: tokens before them", "heldout": "held-out text"}
+BASES = {"oracle": "oracle: the scored tokens", "prefix": "prefix: tokens before them"}
 STAGES = {"pre_rope": "keys before RoPE", "post_rope": "keys as attention reads them"}
 PARTS = {"kv": "keys and values", "k": "keys", "v": "values"}
 
 
-def draw_loss(rows: list[Row], ax: Axes) -> Axes:
+def draw_loss(rows: list[Row], ax: Axes, *, fitted: str = "later tokens of the same text") -> Axes:
     """Loss against rank; the bars are the 95 % interval of the difference to the untruncated pass, the dotted line.
 
     One line for each basis and allocation; rows of one passage, with ``rank``, ``loss``, ``delta``, ``delta_low``,
-    ``delta_high``, ``basis``, ``allocate``.
+    ``delta_high``, ``basis``, ``allocate``. ``fitted`` says what the basis ``heldout`` saw.
     """
+    names = BASES | {"heldout": f"heldout: {fitted}"}
     truncated = [row for row in rows if row["rank"] is not None]
     full = next(row for row in rows if row["rank"] is None)
     ax.axhline(full["loss"], color=INK, linewidth=1, linestyle=DOTS, label="not truncated")
@@ -44,7 +46,7 @@ def draw_loss(rows: list[Row], ax: Axes) -> Axes:
             **look(i),
             capsize=3,
             elinewidth=1,
-            label=BASES[basis] + (", rank by energy" if allocate == "energy" else ""),
+            label=str(names.get(basis, basis)) + (", rank by energy" if allocate == "energy" else ""),
         )
     ax.set_xscale("log")
     # ranks too near each other to be named apart leave a tick alone
@@ -83,7 +85,7 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: b
     """One panel of losses."""
     with styled():
         fig, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 3.0)
-        draw_loss(rows, ax)
+        draw_loss(rows, ax, fitted=fitted_to(run))
         targets = f"{run['n_targets']:,} targets of {run['passage']}"
         if rows[0].get("passage") == "all":
             n_passages = len(run["passages"])

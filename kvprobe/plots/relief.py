@@ -17,7 +17,7 @@ SERIES: dict[tuple[str, str | None], tuple[str, str | None]] = {
     ("window", None): ("window of so many tokens + sinks", "window"),
     ("latent", "oracle"): ("rank, basis of the scored tokens", "rank"),
     ("latent", "prefix"): ("rank, basis of tokens before them", "rank"),
-    ("latent", "heldout"): ("rank, basis of other text", "rank"),
+    ("latent", "heldout"): ("rank, basis of later tokens of the same text", "rank"),
     ("bits", None): ("so many bits", "bits"),
 }
 # where its number stands, each kind on a side of its own: over the interval, right of the mark, under the interval

@@ -5,6 +5,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvprobe.busy import said
 from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, TWO_COLUMNS, legend_above, panels, styled, titled
 from kvprobe.results import Row
 
@@ -69,10 +70,10 @@ def with_rates(row: Row) -> Row:
 
 
 def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: bool = True) -> Figure:
-    """One panel of a result's rows under the ceilings in its record."""
+    """One panel of a result's rows under the ceilings in its record; that the machine was busy stands above."""
     with styled():
         fig, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 2.8)
         roof = {"bandwidth": run["bandwidth_bytes_per_s"], "matrix_rate": run["matrix_flops_per_s"]}
         draw([with_rates(row) for row in rows], ax, **roof)
         where = run["cpu"] if run["device"] == "cpu" else run["device"]
-        return titled(fig, f"{run['model']} in {run['dtype']} on {where}") if title else fig
+        return titled(fig, said(f"{run['model']} in {run['dtype']} on {where}" if title else "", run))

@@ -1,5 +1,6 @@
 """What do all pictures share? Sizes, looks that survive colour-blindness and grey print, and a figure to draw in."""
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,9 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from kvprobe.visible import visible
 
 # Okabe and Ito (2008), in an order whose neighbours also differ in lightness
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -20,6 +24,8 @@ DOTS = (0, (1, 1.6))
 INK = "#333333"
 # monotone in lightness, readable under every common colour-blindness
 HEAT = "cividis"
+# how matplotlib itself writes a tick of a logarithmic axis
+POWER = re.compile(r"\$\\mathdefault\{[-−0-9.^{}\\times]*\}\$")
 ONE_COLUMN = 3.35  # inches
 TWO_COLUMNS = 6.9
 
@@ -36,7 +42,24 @@ def look(index: int) -> dict[str, Any]:
 
 
 class Drawn(Figure):
-    """A figure that a notebook shows by itself, whether or not anything there has set matplotlib up."""
+    """A figure that a notebook shows by itself, whether or not anything there has set matplotlib up.
+
+    No name in it is read as mathematics, and what cannot be seen in a name is made visible, as SVG demands.
+    """
+
+    def draw(self, renderer: Any) -> None:
+        """Draw all, its texts as they are."""
+        for ax in self.axes:
+            for axis in (ax.xaxis, ax.yaxis):
+                labels = [label.get_text() for label in axis.get_ticklabels()]
+                if not "".join(labels).replace("\n", "").isprintable():
+                    axis.set_ticks(axis.get_ticklocs(), labels=[visible(label, keep="\n") for label in labels])
+        for text in self.findobj(Text):
+            said = text.get_text()
+            if not POWER.fullmatch(said):
+                text.set_parse_math(False)
+                text.set_text(visible(said, keep="\n"))
+        super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         data = BytesIO()
@@ -100,7 +123,9 @@ def legend_above(ax: Axes, *, ncols: int = 2, narrow: int = 2, handles: Sequence
 
 
 def titled(figure: Figure, text: str) -> Figure:
-    """``figure`` with ``text`` above it, broken to its width; a name is never read as mathematics."""
+    """``figure`` with ``text``, if any, above it, broken to its width; a name is never read as mathematics."""
+    if not text:
+        return figure
     # a character of 8 points takes a little over 0.06 inches
     lines = textwrap.wrap(text, max(20, round(figure.get_figwidth() / 0.066)))
     figure.suptitle("\n".join(lines), fontsize=8, color=INK, parse_math=False)

@@ -1,0 +1,5 @@
+"""``python -m kvprobe``: the same as ``kvprobe``."""
+
+from kvprobe.cli import main
+
+main()

@@ -1,0 +1,221 @@
+"""Did something else use the processors while we measured? The kernel's own accounting, over the timed spans alone.
+
+What all processors did, less what this process did, is the work of others: other programs, our own child processes
+(nothing that is timed runs in one) and, of a virtual machine, what its host took away. Load averages, pressure and
+switches between processes are no measure of it: they rise as well when our own threads are more than the processors.
+"""
+
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from kvprobe.results import Row
+
+WORDS = "busy machine, not to be quoted"
+STAT = Path("/proc/stat")
+
+# Others' cores on average. Daemons of an idle machine use some hundredths, and two busy loops at least two thirds even
+# where they share one or two processors with four threads of ours.
+OTHERS_CORES = 0.25
+# Others' cores in the worst second: a daemon that wakes up is no reason, a program that spoils one row of many is.
+PEAK_CORES = 0.5
+# Kernels count by ticks of up to 10 ms: over a second, two processors' ticks are right to a tenth of a core at worst.
+ENOUGH_S = 1.0
+# Runs of a millisecond and more whose middle half lies as wide apart as their median: clocks that change and threads
+# that wake up scatter shorter ones as much on any machine, and few runs have no quartiles to speak of.
+SPREAD = 1.0
+SPREAD_RUNS = 5
+LEAST_MS = 1.0
+# A longer context so many times as fast, quartile against quartile: an idle machine drifts by several hundredths.
+FASTER = 1.25
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Seconds: of the clock, of all processors' work, of what a host took from them, of this process's own work."""
+
+    wall: float = 0.0
+    used: float = 0.0
+    stolen: float = 0.0
+    own: float = 0.0
+
+    def __add__(self, other: "Reading") -> "Reading":
+        """Both spans together."""
+        return Reading(self.wall + other.wall, self.used + other.used, self.stolen + other.stolen, self.own + other.own)
+
+    def __sub__(self, before: "Reading") -> "Reading":
+        """The span from ``before`` to here."""
+        return Reading(
+            self.wall - before.wall, self.used - before.used, self.stolen - before.stolen, self.own - before.own
+        )
+
+    @property
+    def others(self) -> float:
+        """Cores that others used in this span. What is stolen may have been counted as our own: it is never lost."""
+        return (max(0.0, self.used - self.own) + self.stolen) / self.wall
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read() -> Reading:
+    """The counters now, of the processors that we may use. Raises OSError, ValueError or ImportError without them."""
+    wall, own = time.monotonic(), time.process_time()
+    if sys.platform == "linux":
+        used, stolen = _of_linux()
+        return Reading(wall, used, stolen, own)
+    import psutil
+
+    times = psutil.cpu_times()
+    return Reading(wall, times.user + times.system + getattr(times, "nice", 0.0), 0.0, own)
+
+
+def _of_linux() -> tuple[float, float]:
+    """Seconds used and stolen, from /proc/stat: psutil numbers processors without those that are off."""
+    mine = {f"cpu{i}" for i in os.sched_getaffinity(0)}
+    found = []
+    for line in STAT.read_text(encoding="ascii").splitlines():
+        name, *counts = line.split()
+        if name in mine:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, counts[:8])
+            found.append((user + nice + system + irq + softirq, steal))
+    if not found:
+        raise ValueError("/proc/stat names none of our processors")
+    second = os.sysconf("SC_CLK_TCK")
+    return sum(used for used, _ in found) / second, sum(steal for _, steal in found) / second
+
+
+@dataclass
+class Watch:
+    """Adds up what others did in the spans that are timed: ``with watch.span(): timed(run)``, as often as needed."""
+
+    reader: Callable[[], Reading] | None = None
+    spans: list[Reading] = field(default_factory=list)
+    failed: str | None = None
+
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        """Count what happens in this block."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            after = self._now()
+            if before is not None and after is not None:
+                self.spans.append(after - before)
+
+    def record(self, rows: Sequence[Row] = (), *, device: str = "cpu") -> dict[str, Any]:
+        """``busy`` and ``load`` of a run record.
+
+        ``busy`` lists the reasons not to quote what was timed, in words: what others used, and of ``rows``, those of
+        ``kvprobe latency``, what an idle machine would not give. It is empty where there are none, and None where that
+        is not known; ``load`` has the counters, in cores, or says why as ``unknown``.
+        """
+        total = sum(self.spans, Reading())
+        unknown = self._unknown(total)
+        load: dict[str, Any] = {}
+        reasons = []
+        if unknown is None:
+            load = {
+                "seconds": round(total.wall, 3),
+                "cores": cores(),
+                "own_cores": round(total.own / total.wall, 3),
+                "others_cores": round(total.others, 3),
+                "peak_cores": round(self._peak(), 3),
+                "stolen_cores": round(total.stolen / total.wall, 3),
+            }
+            reasons += _used(load)
+            if not device.startswith("cpu"):
+                unknown = f"what else ran on {device} is not counted"
+        if unknown is not None:
+            load["unknown"] = unknown
+        reasons += [*_scattered(rows), *_upside_down(rows)]
+        return {"busy": reasons or (None if unknown else []), "load": load}
+
+    def _now(self) -> Reading | None:
+        try:
+            return (self.reader or read)()
+        except (OSError, ValueError, ImportError) as error:
+            self.failed = f"the system's counters of processor time cannot be read ({type(error).__name__})"
+            return None
+
+    def _unknown(self, total: Reading) -> str | None:
+        if self.failed is not None:
+            return self.failed
+        if total.wall < ENOUGH_S:
+            return f"{total.wall:.1f} s were timed, and the system counts too coarsely for less than {ENOUGH_S:g}"
+        # a sandbox has counters, and they stand still
+        if total.own - total.used - total.stolen > OTHERS_CORES * total.wall:
+            return "the system's counters of processor time leave out our own"
+        return None
+
+    def _peak(self) -> float:
+        """The most that others used, in cores, over neighbouring spans that are long enough together."""
+        peak, block = 0.0, Reading()
+        for span in self.spans:
+            block += span
+            if block.wall >= ENOUGH_S:
+                peak, block = max(peak, block.others), Reading()
+        return peak
+
+
+def said(text: str, run: Mapping[str, Any]) -> str:
+    """``text`` about what was timed in ``run``, and, if the machine was busy, that it is not to be quoted."""
+    return "; ".join(part for part in (text, WORDS if run.get("busy") else "") if part)
+
+
+def lines(run: Mapping[str, Any]) -> list[str]:
+    """What stands below a table of a run: nothing if the machine was quiet, else why not, or why that is not known."""
+    if run.get("busy"):
+        return [f"{WORDS}: {'; '.join(run['busy'])}"]
+    unknown = run.get("load", {}).get("unknown")
+    return [] if unknown is None else [f"whether the machine was busy is not known: {unknown}"]
+
+
+def _used(load: Mapping[str, Any]) -> list[str]:
+    of = f"of {load['cores']:,} {'core' if load['cores'] == 1 else 'cores'}"
+    if load["others_cores"] > OTHERS_CORES:
+        return [f"other work used {load['others_cores']:.2f} {of} while it was timed"]
+    if load["peak_cores"] > PEAK_CORES:
+        return [f"other work used {load['peak_cores']:.2f} {of} for a part of the time"]
+    return []
+
+
+def _scattered(rows: Sequence[Row]) -> list[str]:
+    return [
+        f"half of the runs of {_named(row)} lie outside {row['ms_low']:,.1f} to {row['ms_high']:,.1f} ms"
+        for row in rows
+        if row["n_runs"] >= SPREAD_RUNS
+        and row["ms_median"] >= LEAST_MS
+        and row["ms_high"] - row["ms_low"] > SPREAD * row["ms_median"]
+    ]
+
+
+def _upside_down(rows: Sequence[Row]) -> list[str]:
+    """Of each phase, batch and step the two contexts that contradict most."""
+    alike: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["ms_median"] >= LEAST_MS:
+            alike[row["phase"], row["batch"], row["step"]].append(row)
+    found = []
+    for group in alike.values():
+        pairs = combinations(sorted(group, key=lambda row: row["context"]), 2)
+        odd = [(short, long) for short, long in pairs if short["ms_low"] > FASTER * long["ms_high"]]
+        if odd:
+            short, long = max(odd, key=lambda pair: pair[0]["ms_low"] / pair[1]["ms_high"])
+            slower = f"{short['ms_median']:,.1f} ms at {short['context']:,}"
+            found.append(f"{_named(long)} took {long['ms_median']:,.1f} ms, and {slower}")
+    return found
+
+
+def _named(row: Row) -> str:
+    return f"{row['phase']} at {row['context']:,} tokens" + (f", batch {row['batch']:,}" if row["batch"] > 1 else "")

@@ -1,0 +1,168 @@
+"""Which tensors do the safetensors files of a model hold, by their headers alone, and is every file there and whole?"""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeGuard
+
+from kvprobe.errors import KvprobeError
+from kvprobe.jsonfile import parse_json, read_object
+
+INDEX = "model.safetensors.index.json"
+LIMIT = 1 << 25
+"""Bytes of the longest header that is read: room for a quarter of a million tensors in one file."""
+# the width of an element, by the name that safetensors has for its type
+BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a header says of one tensor; ``file`` is the name of the file that it is in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+    @property
+    def n_elements(self) -> int:
+        """Elements as they are stored; 1 of a scalar."""
+        return math.prod(self.shape)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory; none where it has neither one file of weights nor an index.
+
+    Raises KvprobeError where the index is damaged, or a file that it names is missing or lies outside.
+    """
+    index = directory / INDEX
+    names = sorted(set(_index(directory).values())) if index.is_file() else ["model.safetensors"]
+    if not index.is_file() and not (directory / names[0]).is_symlink() and not (directory / names[0]).exists():
+        return []
+    return [_checked(directory, name) for name in names]
+
+
+def read_tensors(name: str, directory: Path, files: list[Path]) -> dict[str, Tensor]:
+    """Every tensor of `files`, by name. Raises KvprobeError for a file that is cut or damaged.
+
+    So it does where two files hold the same tensor, where the index places one in a file that lacks it, and where the
+    directory has shards that the index does not name. ``name`` is the model's, for the errors.
+    """
+    found: dict[str, Tensor] = {}
+    for path in files:
+        for key, tensor in read_header(path, f"the safetensors of {name} are damaged: {path.name}").items():
+            if key in found:
+                raise KvprobeError(f"{name} holds {key} twice, in {found[key].file} and in {tensor.file}")
+            found[key] = tensor
+    if (directory / INDEX).is_file():
+        _check_index(name, directory, found, files)
+    return found
+
+
+def read_header(path: Path, what: str) -> dict[str, Tensor]:
+    """The tensors of one safetensors file. Raises KvprobeError, which begins with ``what``, for a file not whole.
+
+    Checked is all that its readers rely on: known types, shapes of whole numbers, and data that the tensors fill
+    from the first byte to the last without an overlap.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        if length > max(0, size - 8):
+            raise KvprobeError(f"{what} claims a header of {length:,} bytes and has {size:,}: fetch it again")
+        if length > LIMIT:
+            raise KvprobeError(f"{what} has a header of {length:,} bytes, more than {LIMIT:,}")
+        header = parse_json(file.read(length), f"{what} has a header that", unique=True)
+    if not isinstance(header, dict):
+        raise KvprobeError(f"{what} has a header that is no JSON object")
+    header.pop("__metadata__", None)
+    places = []
+    found = {}
+    for key, entry in header.items():
+        begin, end, found[key] = _entry(key, entry, path.name, what)
+        places.append((begin, end, key))
+    reached = 0
+    for begin, end, key in sorted(places):
+        if begin != reached:
+            raise KvprobeError(f"{what} has {key} at byte {begin:,} of the data, where {reached:,} is free next")
+        reached = end
+    if reached != size - 8 - length:
+        why = "it is cut: fetch it again" if reached > size - 8 - length else "what stands behind is no tensor"
+        raise KvprobeError(f"{what} has {size:,} bytes of {reached + 8 + length:,}: {why}")
+    return found
+
+
+def _entry(key: str, entry: Any, file: str, what: str) -> tuple[int, int, Tensor]:
+    if not isinstance(entry, dict):
+        raise KvprobeError(f"{what} says nothing of {key} that a tensor needs")
+    dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise KvprobeError(f"{what} has {key} of the type {dtype!r}, which is not known")
+    if not _counts(shape) or len(shape) > 64:
+        raise KvprobeError(f"{what} has {key} of the shape {_short(shape)}, which is no list of whole numbers")
+    if not _counts(place) or len(place) != 2:
+        raise KvprobeError(f"{what} has {key} at {_short(place)}, which is no place in the file")
+    tensor, (begin, end) = Tensor(dtype, tuple(shape), file), place
+    if end - begin != -(-tensor.n_elements * BITS[dtype] // 8):
+        raise KvprobeError(f"{what} gives {end - begin:,} bytes to {key}, {dtype} of the shape {_short(shape)}")
+    return begin, end, tensor
+
+
+def _counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _index(directory: Path) -> dict[str, str]:
+    """Which file each tensor is in, by the index."""
+    what = f"{INDEX} in {directory.name}"
+    placed = read_object(directory / INDEX, what).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise KvprobeError(f"{what} is damaged (no weight_map that names files): fetch it again")
+    for key, name in placed.items():
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise KvprobeError(f"{what} is damaged ({key} is in {_short(name)}, which is no file name): fetch it again")
+    return placed
+
+
+def _checked(directory: Path, name: str) -> Path:
+    """The file of that name. Raises KvprobeError where it is missing or its content lies elsewhere."""
+    path, parts = directory / name, PurePosixPath(name.replace("\\", "/"))
+    inside = not parts.is_absolute() and ".." not in parts.parts and not Path(name).is_absolute()
+    if inside:
+        try:
+            target = path.resolve()
+        except (OSError, RuntimeError) as error:  # a link to itself
+            raise KvprobeError(f"{name} of {directory.name} cannot be found: {error}") from error
+        roots = [directory.resolve()]
+        if directory.parent.name == "snapshots":  # the hub's cache: files are links to the repository's own blobs
+            roots.append(directory.parent.parent.resolve() / "blobs")
+        inside = any(root in target.parents for root in roots)
+    if not inside:
+        raise KvprobeError(f"{directory.name} names weights outside its directory ({name}), which are not read")
+    if not path.is_file():
+        raise KvprobeError(f"{directory.name} is not whole: {name} is missing, fetch it again")
+    return path
+
+
+def _check_index(name: str, directory: Path, found: dict[str, Tensor], files: list[Path]) -> None:
+    for key, file in _index(directory).items():
+        if key not in found or found[key].file != Path(file).name:
+            raise KvprobeError(f"the index of {name} has {key} in {file}, which does not hold it")
+    named = {path.name for path in files}
+    shards = {path.name for path in directory.glob("model-*-of-*.safetensors")} | {"model.safetensors"}
+    if spare := sorted(shard for shard in shards - named if (directory / shard).exists()):
+        raise KvprobeError(
+            f"{name} has weights in {spare[0]} that its index does not name: remove what does not belong to it"
+        )
