@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
-from kvprobe import busy, catalogue, models
+from kvprobe import busy, models
 from kvprobe.cli import run
 from kvprobe.console import emit
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result
+from kvprobe.shape import published
 from kvprobe.store import disk_error
 from kvprobe.unpretrained import load_random
 
@@ -21,7 +22,7 @@ PUBLISHED_GPT = "gpt-124m"
 
 def load(model: str, *, random_weights: bool = False, dtype: str = "float32", progress: Progress = silent) -> Loaded:
     """The model on this machine's best device, or one of its shape with weights drawn at random."""
-    item = catalogue.look_up(model)
+    item = published.look_up(model)
     if random_weights or (item is not None and item.name == PUBLISHED_GPT):
         return load_random(model, dtype=dtype, progress=progress)
     return models.load(model, dtype=dtype, progress=progress)

@@ -25,9 +25,9 @@ from kvprobe.attention import AttentionCall
 from kvprobe.config import DecoderConfig
 from kvprobe.decoder import Decoder
 from kvprobe.experiments.cache import find_shape
-from kvprobe.parameters import attention_parameters
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
+from kvprobe.shape.parameters import attention_parameters
 from kvprobe.training import seeded
 
 KV_HEADS = (8, 4, 2, 1)

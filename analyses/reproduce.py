@@ -24,16 +24,16 @@ from analyses import gqa_module, memory, roofline, same_logits, sinks, window
 from analyses.common import PUBLISHED_GPT, keep, load, script, show
 from analyses.gqa import KV_HEADS
 from analyses.identity import Identity, check_reference, identify
-from kvprobe import catalogue
-from kvprobe.bill import bill
 from kvprobe.console import progress_bar
 from kvprobe.decoder import from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments import lowrank, words
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
-from kvprobe.relief import levers
 from kvprobe.results import Result, Row, run_record
+from kvprobe.shape import published
+from kvprobe.shape.cache_bytes import bill
+from kvprobe.shape.levers import levers
 from kvprobe.subject import prepare
 
 PUBLISHED = Path(__file__).with_name("published.toml")
@@ -168,7 +168,7 @@ class Bench:
 def bills() -> list[Row]:
     """The bill of every model of the catalogue at 16 bits, and what the text's exercises ask of one."""
     rows = []
-    for name, item in catalogue.published().items():
+    for name, item in published.published().items():
         spec = item.spec
         by_kind = {lever.name: lever.bill for lever in levers(spec, "bfloat16")}
         per_token = {"": bill(spec, "bfloat16").next_token(0)}

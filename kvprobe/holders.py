@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from kvprobe.bench import check_memory
-from kvprobe.bill import Bill, bill
 from kvprobe.caches import CacheShape, FullCache, KVCache, RollingCache
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.held import measure
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Row
-from kvprobe.spec import Spec
+from kvprobe.shape.cache_bytes import Bill, bill
+from kvprobe.shape.spec import Spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ def rows(
     """Every kind of cache after ``contexts`` tokens have been read in one go: ``formula_bytes`` beside what is held.
 
     Hugging Face's caches are filled by a forward of the model itself, since what they hold depends on what it hands
-    them; ours, preallocated, are given keys and values of those shapes, and left out for models that keep anything
-    else (:func:`own_shape`). The formula is the model's bill (:mod:`kvprobe.bill`) and, of the rolling cache, that of
-    its slots. Raises ValueError beyond the model's positions, KvprobeError where a cache would not fit the free
+    them; ours, preallocated, are given keys and values of those shapes, and left out for models that keep anything else
+    (:func:`own_shape`). The formula is the model's bill (:mod:`kvprobe.shape.cache_bytes`) and, of the rolling cache,
+    that of its slots. Raises ValueError beyond the model's positions, KvprobeError where a cache would not fit the free
     memory, both before anything is built.
     """
     spec, shape = loaded.spec, bill(loaded.spec, loaded.dtype)

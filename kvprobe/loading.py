@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import arrivals, hub, tokenizing
-from kvprobe.bill import DTYPE_BYTES
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.headers import Tensor
-from kvprobe.spec import Spec
+from kvprobe.shape.cache_bytes import DTYPE_BYTES
+from kvprobe.shape.spec import Spec
 
 if TYPE_CHECKING:
     import torch

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import arrivals, headers, hub, loading, pull
-from kvprobe.bill import DTYPE_BYTES
 from kvprobe.errors import KvprobeError
 from kvprobe.jsonfile import read_object
 from kvprobe.loading import quiet
 from kvprobe.progress import Progress, silent
-from kvprobe.spec import Spec
+from kvprobe.shape.cache_bytes import DTYPE_BYTES
+from kvprobe.shape.spec import Spec
 from kvprobe.store import home, read_manifest
 
 __all__ = [

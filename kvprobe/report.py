@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import __version__
-from kvprobe.bill import DTYPE_BYTES, Amount
 from kvprobe.errors import KvprobeError
 from kvprobe.page import Column, Section, document, plain
 from kvprobe.passages import Bos
 from kvprobe.progress import Progress, silent
 from kvprobe.results import write_whole
+from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount
 from kvprobe.store import check_writable, disk_error
 
 if TYPE_CHECKING:
@@ -106,10 +106,10 @@ def _or_why(section: "Measured", subject: "Subject", plan: Plan, progress: Progr
 
 
 def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
-    from kvprobe.bill import describe
     from kvprobe.experiments.words import bos_of
     from kvprobe.passages import notices
     from kvprobe.results import run_record
+    from kvprobe.shape.cache_bytes import describe
 
     spec, loaded = subject.loaded.spec, subject.loaded
     count = None if spec.n_parameters is None else f"{spec.n_parameters:,}"

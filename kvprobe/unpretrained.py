@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from kvprobe import catalogue, loading, models
+from kvprobe import loading, models
 from kvprobe.bench import check_memory
-from kvprobe.bill import DTYPE_BYTES
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
+from kvprobe.shape import published
+from kvprobe.shape.cache_bytes import DTYPE_BYTES
 
 
 def load_random(
@@ -44,7 +45,7 @@ def load_random(
 
 def _config(name: str, progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
     """The configuration, and what a run record says of where it came from."""
-    item = catalogue.look_up(name.removesuffix("-rope"))
+    item = published.look_up(name.removesuffix("-rope"))
     if item is not None and not Path(name).is_dir():
         return item.config, {"name": item.name, "source": "random weights, catalogue", "revision": item.source}
     found = models.find(name, only_config=True, progress=progress)

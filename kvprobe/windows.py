@@ -26,7 +26,7 @@ from kvprobe.masks import window_keep
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Row
 from kvprobe.scoring import check_score_from, nll, paired_interval, perplexity, token_losses
-from kvprobe.spec import Spec
+from kvprobe.shape.spec import Spec
 
 if TYPE_CHECKING:
     from kvprobe.hooks import Attend

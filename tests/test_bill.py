@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprobe import catalogue
-from kvprobe.bill import Amount, Bill, LayerCache, bill, describe
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.parameters import attention_parameters
-from kvprobe.relief import levers, rows
-from kvprobe.spec import Spec
+from kvprobe.shape import published
+from kvprobe.shape.cache_bytes import Amount, Bill, LayerCache, bill, describe
+from kvprobe.shape.levers import levers, rows
+from kvprobe.shape.parameters import attention_parameters
+from kvprobe.shape.spec import Spec
 
 KIB, MIB = 1024, 1024**2
 
 
 def spec_of(name):
-    return catalogue.look_up(name).spec
+    return published.look_up(name).spec
 
 
 def lever_of(name, spec, dtype="bfloat16", **settings):
@@ -169,7 +169,7 @@ def test_levers_of_special_shapes_by_hand():
     assert Bill((LayerCache((65,)),), "float16", bits=4).next_token(0) == 33 + 2 * 4
 
 
-@pytest.mark.parametrize("name", catalogue.published())
+@pytest.mark.parametrize("name", published.published())
 def test_every_lever_changes_something_and_the_model_comes_first(name):
     found = levers(spec_of(name))
     assert [lever.kind for lever in found].count("model") == 1

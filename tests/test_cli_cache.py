@@ -9,11 +9,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from conftest import only_document
-from kvprobe import catalogue, hub
+from kvprobe import hub
 from kvprobe.experiments import cache as experiment
 from kvprobe.plots import cache as plot
 from kvprobe.results import Result
-from kvprobe.spec import Spec
+from kvprobe.shape import published
+from kvprobe.shape.spec import Spec
 
 
 @pytest.fixture
@@ -96,13 +97,13 @@ def test_hub_ids_and_any_case_mean_the_published_model(document, no_network, nam
 
 
 def test_every_published_model_has_a_bill_and_a_source(document):
-    for name, item in catalogue.published().items():
+    for name, item in published.published().items():
         assert item.source
         assert document(name)["rows"][0]["bytes_per_token"] >= 0
 
 
 def test_names_mean_one_model_each():
-    names = [name.lower() for item in catalogue.published().values() for name in (item.name, *item.also)]
+    names = [name.lower() for item in published.published().values() for name in (item.name, *item.also)]
     assert len(set(names)) == len(names)
 
 
@@ -168,7 +169,7 @@ def test_an_unknown_name_says_what_can_be_named(run, no_network):
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("kvprobe: no model 'nosuch-model'")
-    assert all(name in line for name in catalogue.published())
+    assert all(name in line for name in published.published())
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe import families
-from kvprobe.bill import bill
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.layers import as_runs, from_runs
-from kvprobe.relief import levers
-from kvprobe.spec import Spec
+from kvprobe.shape import families
+from kvprobe.shape.cache_bytes import bill
+from kvprobe.shape.layers import as_runs, from_runs
+from kvprobe.shape.levers import levers
+from kvprobe.shape.spec import Spec
 
 CASES = Path(__file__).parent / "cases"
 F32 = 4

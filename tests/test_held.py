@@ -3,12 +3,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvprobe.bill import bill
 from kvprobe.caches import CacheShape, FullCache, RollingCache
 from kvprobe.held import Held, allocated, held, measure, tensors_of
 from kvprobe.holders import fused_views, own_shape, rolling_bytes, rows
 from kvprobe.models import Loaded
-from kvprobe.spec import Spec
+from kvprobe.shape.cache_bytes import bill
+from kvprobe.shape.spec import Spec
 from tiny import tiny_model
 
 # one query head's width is 8 in all of them

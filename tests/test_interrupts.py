@@ -42,7 +42,7 @@ def shape(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["kvprobe.progress", "kvprobe.cli", "click", "kvprobe.commands.cache", "kvprobe.spec"]
+    "module", ["kvprobe.progress", "kvprobe.cli", "click", "kvprobe.commands.cache", "kvprobe.shape.spec"]
 )
 @pytest.mark.parametrize(("number", "said"), [(2, "interrupted"), (15, "terminated")])
 def test_a_signal_at_any_import_ends_the_program_in_one_line(shape, module, number, said):
@@ -140,7 +140,7 @@ atexit.register(os.kill, os.getpid(), 2)
 
 def test_in_the_background_of_a_shell_ctrl_c_stays_ignored(shape):
     code = "import os, signal, sys; signal.signal(2, signal.SIG_IGN)\n" + AT_IMPORT.format(
-        module="kvprobe.spec", number=2
+        module="kvprobe.shape.spec", number=2
     ).replace("signal.signal(signal.SIGINT, signal.default_int_handler)", "")
     done = ran(code + PROGRAM.format(arguments=["cache", str(shape)]))
     assert (done.returncode, done.stderr) == (0, "")

@@ -13,7 +13,7 @@ from kvprobe import hub, models, passages, tokenizing
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.jsonfile import read_object
 from kvprobe.results import Result
-from kvprobe.spec import Spec
+from kvprobe.shape.spec import Spec
 from kvprobe.store import home
 from tiny import tiny_ids, tiny_model
 

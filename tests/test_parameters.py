@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kvprobe import catalogue, parameters
-from kvprobe.spec import Spec
+from kvprobe.shape import parameters, published
+from kvprobe.shape.spec import Spec
 from tiny import FAMILIES, tiny_config
 
 # as the checkpoints' own headers count them, DeepSeek-V3 without its extra prediction layer
@@ -85,7 +85,7 @@ def test_counts_from_the_family_defaults(family):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_counts_are_the_published_ones(name):
-    assert catalogue.look_up(name).spec.n_parameters == PUBLISHED[name]
+    assert published.look_up(name).spec.n_parameters == PUBLISHED[name]
 
 
 def test_an_unknown_family_or_variant_has_no_count():

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe.bill import bill
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.families import REFUSED, known
-from kvprobe.spec import Spec
+from kvprobe.shape.cache_bytes import bill
+from kvprobe.shape.families import REFUSED, known
+from kvprobe.shape.spec import Spec
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from kvprobe.attention import AttentionCall
 from kvprobe.errors import KvprobeError, NotIntercepted
 from kvprobe.hooks import attending
 from kvprobe.models import Loaded
-from kvprobe.spec import Spec
+from kvprobe.shape.spec import Spec
 from tiny import tiny_ids, tiny_model
 
 IDS = tiny_ids(24)

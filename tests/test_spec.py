@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.spec import Spec
+from kvprobe.shape.spec import Spec
 from tiny import FAMILIES, N_LAYERS, VOCAB, WINDOW, tiny_config
 
 
@@ -169,7 +169,7 @@ def test_an_unlisted_family_must_state_its_shape():
 
 def test_reading_a_configuration_imports_neither_torch_nor_transformers():
     code = (
-        "import sys; from kvprobe.spec import Spec; Spec.from_config({'model_type': 'gpt2'}); "
+        "import sys; from kvprobe.shape.spec import Spec; Spec.from_config({'model_type': 'gpt2'}); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

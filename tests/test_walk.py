@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import walk
-from kvprobe.bill import bill
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.spec import Spec
+from kvprobe.shape.cache_bytes import bill
+from kvprobe.shape.spec import Spec
 
 FAST = ("gemma2", "qwen3_next", "deepseek_v3", "gpt_neo", "mistral")
 # Decoders without a bill: what they keep is not modelled, and their refusal says so.

@@ -15,7 +15,7 @@ from kvprobe.hooks import attending, rope_of
 from kvprobe.masks import window_keep
 from kvprobe.rope import Rope
 from kvprobe.scoring import token_losses
-from kvprobe.spec import Spec
+from kvprobe.shape.spec import Spec
 from tiny import HOOKED, WINDOW, tiny_ids, tiny_model
 
 ROTARY = tuple(family for family in HOOKED if family not in ("gpt2", "opt"))

@@ -83,13 +83,13 @@ def command(model: str, **options: Any) -> None:
 
 
 def _readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from kvprobe.bill import Amount
+    from kvprobe.shape.cache_bytes import Amount
 
     return [row | {field: Amount(row[field]) for field in ("bytes", "bytes_per_token")} for row in rows]
 
 
 def _summary(run: dict[str, Any]) -> list[str]:
-    from kvprobe.bill import Amount
+    from kvprobe.shape.cache_bytes import Amount
 
     lines = ["", f"{run['model']} ({run['source']}), batch {run['batch']}, {run['dtype']}: {run['shape']}"]
     lines.append(f"family {run['family']}: {SUPPORT[run['support']]}")

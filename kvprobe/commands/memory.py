@@ -70,8 +70,8 @@ def command(model: str, **options: Any) -> None:
 
 
 def _summary(result: "Result") -> list[str]:
-    from kvprobe.bill import Amount
     from kvprobe.experiments.memory import exact_caches
+    from kvprobe.shape.cache_bytes import Amount
 
     rows, run = result.rows, result.run
     lines = [

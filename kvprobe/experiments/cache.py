@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvprobe import catalogue
-from kvprobe.bill import DTYPE_BYTES, Amount, describe
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.layers import as_runs, from_runs
 from kvprobe.progress import Progress, silent
-from kvprobe.relief import rows
 from kvprobe.results import Result, Row, run_record
-from kvprobe.spec import Spec
+from kvprobe.shape import published
+from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
+from kvprobe.shape.layers import as_runs, from_runs
+from kvprobe.shape.levers import rows
+from kvprobe.shape.spec import Spec
 
 DEFAULT_CONTEXTS = (1024, 8192)
 
@@ -29,7 +29,7 @@ def run(
     rank: int | None = None,
     weights_bytes: int | None = None,
 ) -> Result:
-    """A row a context and lever, the model as it is first of each context (:func:`kvprobe.relief.rows`).
+    """A row a context and lever, the model as it is first of each context (:func:`kvprobe.shape.levers.rows`).
 
     ``about`` is what the record says of the model, at least its name as ``model`` (see :func:`find_shape`).
     ``contexts`` default to 1,024, 8,192 and all positions of the model, ``weights_bytes`` to all parameters at
@@ -82,7 +82,7 @@ def find_shape(model: str, *, progress: Progress = silent) -> tuple[Spec, dict[s
 
     Raises KvprobeError for a name that means nothing here, naming the published shapes that need no network.
     """
-    item = catalogue.look_up(model)
+    item = published.look_up(model)
     if item is not None and not Path(model).is_dir():
         return item.spec, {"model": item.name, "revision": item.source, "source": "catalogue"}
     from kvprobe import models
@@ -93,7 +93,7 @@ def find_shape(model: str, *, progress: Progress = silent) -> tuple[Spec, dict[s
     except UnsupportedModelError:
         raise
     except KvprobeError as error:
-        known = ", ".join(catalogue.published())
+        known = ", ".join(published.published())
         raise KvprobeError(f"{error}; without a network, `kvprobe cache` knows {known}") from error
     return spec, {"model": found.name, "revision": found.revision, "source": found.source}
 

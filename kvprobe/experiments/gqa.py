@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.bill import DTYPE_BYTES
 from kvprobe.cells import Cell, Shelf, config_of, finish_all, shape_row
 from kvprobe.corpus import Corpus
 from kvprobe.decoder import Decoder, from_hf
@@ -18,6 +17,7 @@ from kvprobe.experiments.words import PUBLISHED, interval_of, passage_of, traini
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
 from kvprobe.scoring import check_score_from, default_block_length, nll, paired_interval, perplexity
+from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.sharing import share_heads
 from kvprobe.subject import Subject
 from kvprobe.training import Plan, check

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Sequence
 
-from kvprobe.bill import Amount
 from kvprobe.holders import rows
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, run_record
+from kvprobe.shape.cache_bytes import Amount
 
 DEFAULT_CONTEXTS = (128, 512, 1024)
 

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from kvprobe.attention import AttentionCall
-from kvprobe.bill import GROUP
 from kvprobe.errors import KvprobeError
+from kvprobe.shape.cache_bytes import GROUP
 
 
 def quantising(bits: int) -> Callable[[AttentionCall], Tensor]:
     """Attention that reads every key and value as it comes back from ``bits``, for ``attending(model, ...)``.
 
-    Realized keys, all heads of a token side by side, in groups as :class:`kvprobe.bill.Bill` counts them. Raises
-    ValueError for fewer than 1 or more than 16 bits, KvprobeError, naming the layer, where a scale leaves float16.
+    Realized keys, all heads of a token side by side, in groups as :class:`kvprobe.shape.cache_bytes.Bill` counts them.
+    Raises ValueError for fewer than 1 or more than 16 bits, KvprobeError, naming the layer, where a scale leaves
+    float16.
     """
     check_bits(bits)
 

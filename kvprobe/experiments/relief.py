@@ -1,6 +1,6 @@
 """What does every lever on a model's KV cache cost in loss, and how many bytes a token does it leave?
 
-The relief map of :mod:`kvprobe.relief` is arithmetic; this is the same map measured: only the levers that can be
+The relief map of :mod:`kvprobe.shape.levers` is arithmetic; this is the same map measured: only the levers that can be
 pulled on a trained model as it is.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvprobe.bill import Bill, bill
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.experiments import lowrank, window
 from kvprobe.experiments.quantised import check_bits, quantising
@@ -18,7 +17,8 @@ from kvprobe.holders import own_shape
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Result, Row, run_record
 from kvprobe.scoring import default_block_length, paired_interval, perplexity, token_losses
-from kvprobe.spec import Spec
+from kvprobe.shape.cache_bytes import Bill, bill
+from kvprobe.shape.spec import Spec
 from kvprobe.subject import Subject
 from kvprobe.truncation import BasisKind
 
@@ -39,15 +39,14 @@ def run(
 ) -> Result:
     """The model as it is, then a row a lever: its loss with interval, and the bytes it holds after the passage.
 
-    ``kind`` is the factor that is attacked, as in :mod:`kvprobe.relief`: ``window`` (last tokens and ``n_sink`` sinks,
-    absolute positions), ``latent`` (joint keys and values cut to a rank; its bytes count the basis), ``bits`` (stored
-    with a 16-bit scale and zero point for every 64 elements). ``bytes_per_token`` is the mean over the passage,
+    ``kind`` is the factor that is attacked, as in :mod:`kvprobe.shape.levers`: ``window`` (last tokens and ``n_sink``
+    sinks, absolute positions), ``latent`` (joint keys and values cut to a rank; its bytes count the basis), ``bits``
+    (stored with a 16-bit scale and zero point for every 64 elements). ``bytes_per_token`` is the mean over the passage,
     ``bytes`` over its tokens; ``on_front``: no row has at most its bytes and at most its loss, and one of them less,
     intervals left aside; rows of an oracle basis, which saw the scored tokens, are on no front and keep none off it.
-    The basis ``heldout`` is of later tokens of the same text.
-    ``windows`` default to 1/2, 1/4 and 1/8 of the passage, ``ranks`` to those parts of the width. Raises
-    UnsupportedModelError for a model that keeps other things than one K and V a KV head, and as
-    :func:`kvprobe.experiments.window.run` and :func:`kvprobe.experiments.lowrank.run` do.
+    The basis ``heldout`` is of later tokens of the same text. ``windows`` default to 1/2, 1/4 and 1/8 of the passage,
+    ``ranks`` to those parts of the width. Raises UnsupportedModelError for a model that keeps other things than one K
+    and V a KV head, and as :func:`kvprobe.experiments.window.run` and :func:`kvprobe.experiments.lowrank.run` do.
     """
     started = time.perf_counter()
     spec, n_tokens = subject.loaded.spec, subject.passage.n_tokens

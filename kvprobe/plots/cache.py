@@ -6,9 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from kvprobe.bill import Amount
 from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, TWO_COLUMNS, panels, styled, titled
 from kvprobe.results import Row
+from kvprobe.shape.cache_bytes import Amount
 
 GREY = "#888888"
 # one look for each factor of the formula that a lever attacks, the same in both panels

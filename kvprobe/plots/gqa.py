@@ -7,10 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from kvprobe.bill import Amount
 from kvprobe.experiments.words import training_of
 from kvprobe.plots.style import COLOURS, INK, look, panels, styled, titled
 from kvprobe.results import Row
+from kvprobe.shape.cache_bytes import Amount
 
 
 def draw(

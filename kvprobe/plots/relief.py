@@ -6,10 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from kvprobe.bill import Amount
 from kvprobe.plots.cache import LOOK
 from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, panels, styled, titled
 from kvprobe.results import Row
+from kvprobe.shape.cache_bytes import Amount
 
 # what is drawn as one kind of mark, by kind and basis: what it is called, and what its marks are numbered with
 SERIES: dict[tuple[str, str | None], tuple[str, str | None]] = {

@@ -156,7 +156,7 @@ class Reading:
             raise self.refusal(f"says {_short(value)} for {key}{also}: it must be a whole number{limit}")
 
 
-# of what `kvprobe.parameters` reads: whole numbers, 0 for none
+# of what `kvprobe.shape.parameters` reads: whole numbers, 0 for none
 _COUNTS = """
 num_local_experts num_experts n_routed_experts n_shared_experts moe_intermediate_size first_k_dense_replace
 shared_expert_intermediate_size q_lora_rank word_embed_proj_dim linear_num_key_heads linear_num_value_heads

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-# the order in which `kvprobe.bill.describe` speaks of them
+# the order in which `kvprobe.shape.cache_bytes.describe` speaks of them
 KINDS = ("full", "sliding", "chunked", "compressed", "linear", "recurrent", "shared", "none")
 
 

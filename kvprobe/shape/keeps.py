@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvprobe.families import Family
-from kvprobe.kinds import kinds_of, window_of
-from kvprobe.layers import Layer
-from kvprobe.reading import Reading
-from kvprobe.states import STATES
+from kvprobe.shape.families import Family
+from kvprobe.shape.kinds import kinds_of, window_of
+from kvprobe.shape.layers import Layer
+from kvprobe.shape.reading import Reading
+from kvprobe.shape.states import STATES
 
 Layers = tuple[Layer, ...]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvprobe.spec import Spec
+    from kvprobe.shape.spec import Spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.reading import Reading
+from kvprobe.shape.reading import Reading
 
 if TYPE_CHECKING:
-    from kvprobe.families import Family
+    from kvprobe.shape.families import Family
 
 Kinds = tuple[str, ...]
 

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from kvprobe.spec import Spec
+from kvprobe.shape.spec import Spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.reading import NAMES
+from kvprobe.shape.reading import NAMES
 
 
 @dataclass(frozen=True, kw_only=True)

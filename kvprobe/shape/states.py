@@ -6,7 +6,7 @@ convolution or a token shift still needs, the newest token's included, as transf
 
 from collections.abc import Callable
 
-from kvprobe.reading import Reading
+from kvprobe.shape.reading import Reading
 
 Sizes = tuple[int, int]
 

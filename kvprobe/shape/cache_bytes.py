@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from kvprobe.layers import Layer
-from kvprobe.spec import Spec
+from kvprobe.shape.layers import Layer
+from kvprobe.shape.spec import Spec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # a recurrent state sums over all tokens: implementations keep it in float32 whatever the model's dtype

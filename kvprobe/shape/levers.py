@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvprobe.bill import GROUP, Bill, LayerCache, bill, caches, describe
-from kvprobe.layers import Layer
-from kvprobe.spec import Spec
+from kvprobe.shape.cache_bytes import GROUP, Bill, LayerCache, bill, caches, describe
+from kvprobe.shape.layers import Layer
+from kvprobe.shape.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def rows(
     rank: int | None = None,
 ) -> list[dict[str, Any]]:
     """One row a context and lever, the model as it is first of each context; `levers` says which, ``support`` how the
-    configuration was read (`kvprobe.spec.Spec.support`).
+    configuration was read (`kvprobe.shape.spec.Spec.support`).
 
     bytes: of the whole batch; bytes_per_token: of one more token of one sequence at this context; state_bytes: the part
     of one sequence that no token makes larger; stops_at: the context from which on nothing grows (None: never);

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from kvprobe import families, parameters
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.families import Family
-from kvprobe.keeps import layers_of
-from kvprobe.layers import Layer
-from kvprobe.reading import NAMES, Reading, check_counted, check_mlp
+from kvprobe.shape import families, parameters
+from kvprobe.shape.families import Family
+from kvprobe.shape.keeps import layers_of
+from kvprobe.shape.layers import Layer
+from kvprobe.shape.reading import NAMES, Reading, check_counted, check_mlp
 
 # where the text part of a multimodal configuration stands, and the family of it where it does not say itself
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "text_model_config")
@@ -75,7 +75,7 @@ class Spec:
     tied: bool
     """Whether the output head is the embedding matrix."""
     n_parameters: int | None = None
-    """By the family's closed form (`kvprobe.parameters`); None where it is not known."""
+    """By the family's closed form (`kvprobe.shape.parameters`); None where it is not known."""
 
     @property
     def n_layers(self) -> int:
@@ -84,7 +84,7 @@ class Spec:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each layer (`kvprobe.layers.KINDS`)."""
+        """The kind of each layer (`kvprobe.shape.layers.KINDS`)."""
         return tuple(layer.kind for layer in self.layers)
 
     @cached_property
@@ -124,7 +124,7 @@ class Spec:
 
         Raises UnsupportedModelError for a configuration without ``model_type``, one that leaves out what is not known
         of its family, numbers that cannot be, models without a decoder-only KV cache, and keys that could change what
-        layers keep in a family that is not known to read them (`kvprobe.families`).
+        layers keep in a family that is not known to read them (`kvprobe.shape.families`).
         """
         name, config = _text_part(config)
         families.refuse_others(name, config)
