@@ -11,7 +11,7 @@ from kvprobe.cli import run
 from kvprobe.console import emit
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 from kvprobe.shape import published
 from kvprobe.store import disk_error
 from kvprobe.unpretrained import load_random

@@ -34,7 +34,7 @@ from kvprobe.busy import Watch, cores
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.generate import stream
-from kvprobe.results import Result, Row, run_record
+from kvprobe.results.result import Result, Row, run_record
 from kvprobe.roofline import Shape
 from kvprobe.store import sha256
 from kvprobe.subject import prepare

@@ -18,7 +18,7 @@ from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import latency
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 
 
 def run(

@@ -21,7 +21,7 @@ from kvprobe.corpus import characters
 from kvprobe.experiments import gqa
 from kvprobe.experiments.gqa import Protocol
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 from kvprobe.texts import read_text
 
 KV_HEADS = (8, 4, 2, 1)

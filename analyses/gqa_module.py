@@ -26,7 +26,7 @@ from kvprobe.config import DecoderConfig
 from kvprobe.decoder import Decoder
 from kvprobe.experiments.cache import find_shape
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, Row, run_record
+from kvprobe.results.result import Result, Row, run_record
 from kvprobe.shape.parameters import attention_parameters
 from kvprobe.training import seeded
 

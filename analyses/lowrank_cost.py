@@ -23,7 +23,7 @@ from kvprobe.attention import AttentionCall
 from kvprobe.busy import Watch
 from kvprobe.hooks import attending
 from kvprobe.lowrank import View, fit, gram_vectors
-from kvprobe.results import Result, Row, run_record
+from kvprobe.results.result import Result, Row, run_record
 from kvprobe.scoring import token_losses
 from kvprobe.subject import prepare
 from kvprobe.truncation import fit_layers, sweep, truncating

@@ -26,7 +26,7 @@ from kvprobe.held import measure
 from kvprobe.holders import fused_views
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, Row
+from kvprobe.results.result import Result, Row
 
 CONTEXTS = (1024, 2048, 4096)
 VIEWS = "fused views"

@@ -27,10 +27,11 @@ from analyses.identity import Identity, check_reference, identify
 from kvprobe.console import progress_bar
 from kvprobe.decoder import from_hf
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments import lowrank, words
+from kvprobe.experiments import lowrank
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, Row, run_record
+from kvprobe.results import phrases
+from kvprobe.results.result import Result, Row, run_record
 from kvprobe.shape import published
 from kvprobe.shape.cache_bytes import bill
 from kvprobe.shape.levers import levers
@@ -142,7 +143,7 @@ class Bench:
             missing = [*run["missing"], *(f"{n} KV heads" for n in KV_HEADS if n not in there)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise KvprobeError(f"{kept} cannot be read: {error}") from error
-        published = {"protocol": words.PUBLISHED, "corpus": "time-machine", "uptrain": None, "pool": False}
+        published = {"protocol": phrases.PUBLISHED, "corpus": "time-machine", "uptrain": None, "pool": False}
         if {name: run.get(name) for name in published} != published:
             raise KvprobeError(f"the training kept in {kept} is not of the published protocol")
         if missing:

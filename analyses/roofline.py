@@ -22,7 +22,7 @@ from kvprobe.console import progress_bar
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.experiments import latency
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, Row
+from kvprobe.results.result import Result, Row
 from kvprobe.roofline import Shape
 
 

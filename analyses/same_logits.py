@@ -19,7 +19,7 @@ from kvprobe.config import DecoderConfig, Rotary
 from kvprobe.console import progress_bar
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, Row, run_record
+from kvprobe.results.result import Result, Row, run_record
 from kvprobe.training import seeded
 
 VOCAB = 97

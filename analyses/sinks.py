@@ -17,7 +17,7 @@ from analyses.common import script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import sinks
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 from kvprobe.subject import prepare
 
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 from kvprobe.bench import Timing
 from kvprobe.busy import Watch
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 
 
 def compare(

@@ -23,7 +23,7 @@ from kvprobe.busy import Watch, cores
 from kvprobe.cells import config_of
 from kvprobe.config import DecoderConfig
 from kvprobe.corpus import Corpus
-from kvprobe.results import Result, run_record
+from kvprobe.results.result import Result, run_record
 from kvprobe.training import Plan, seeded, train
 
 OURS = "kvprobe"

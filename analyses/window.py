@@ -19,7 +19,7 @@ from analyses.common import script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import window
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 from kvprobe.subject import prepare
 from kvprobe.windows import SinkChoice
 

@@ -14,7 +14,7 @@ import click
 from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe.busy import Watch
-from kvprobe.results import Result, run_record
+from kvprobe.results.result import Result, run_record
 from kvprobe.scoring import token_losses
 from kvprobe.subject import Subject, prepare
 from kvprobe.windows import check, recompute_losses, windowed

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from kvprobe.errors import KvprobeError
 from kvprobe.plots.style import ONE_COLUMN, TWO_COLUMNS
-from kvprobe.results import Result, write_whole
+from kvprobe.results.result import Result, write_whole
 from kvprobe.store import disk_error
 
 # fonts inside the pdf as TrueType and the svg as outlines; no dates: the same results give the same files

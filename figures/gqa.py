@@ -6,10 +6,10 @@ python -m figures.gqa --results results --out figures/drawn
 from matplotlib.figure import Figure
 
 from figures._paper import Picture
-from kvprobe.experiments.words import PUBLISHED, training_of
 from kvprobe.plots import gqa
 from kvprobe.plots.style import TWO_COLUMNS, legend_above, panels, styled, titled
-from kvprobe.results import Result
+from kvprobe.results.phrases import PUBLISHED, training_of
+from kvprobe.results.result import Result
 
 
 def draw(result: Result, width: float) -> Figure:

@@ -9,7 +9,7 @@ from figures._paper import Picture
 from kvprobe.busy import said
 from kvprobe.plots import latency, roofline
 from kvprobe.plots.style import TWO_COLUMNS, panels, styled, titled
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 
 
 def draw(result: Result, width: float) -> Figure:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from figures._paper import Picture
 from kvprobe.plots import lowrank
 from kvprobe.plots.named import pooled
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 
 
 def draw(result: Result, width: float) -> Figure:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from figures._paper import Picture
 from kvprobe.plots import relief
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 
 
 def draw(result: Result, width: float) -> Figure:

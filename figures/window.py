@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from figures._paper import Picture
 from kvprobe.plots import window
 from kvprobe.plots.style import TWO_COLUMNS, panels, styled
-from kvprobe.results import Result, Row
+from kvprobe.results.result import Result, Row
 
 # the published grid's window, drawn by sinks where it was measured
 PUBLISHED = 256

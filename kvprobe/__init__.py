@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvprobe.attention import AttentionCall
     from kvprobe.hooks import Captured
     from kvprobe.models import Loaded
-    from kvprobe.results import Result
+    from kvprobe.results.result import Result
     from kvprobe.subject import Subject
 
 __version__ = "0.1.0"
@@ -138,7 +138,7 @@ def token0_mass(model: "nn.Module", input_ids: "Tensor", queries_from: int = 64)
 
 def __getattr__(name: str) -> Any:
     if name == "Result":
-        from kvprobe.results import Result
+        from kvprobe.results.result import Result
 
         return Result
     raise AttributeError(f"module 'kvprobe' has no attribute {name!r}")

@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 
 WORDS = "busy machine, not to be quoted"
 STAT = Path("/proc/stat")

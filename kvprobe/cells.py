@@ -20,7 +20,7 @@ from kvprobe.corpus import Corpus
 from kvprobe.decoder import Decoder
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Row, run_record, write_whole
+from kvprobe.results.result import Row, run_record, write_whole
 from kvprobe.shape.parameters import attention_parameters
 from kvprobe.sharing import share_heads
 from kvprobe.snapshot import Snapshot, fingerprint

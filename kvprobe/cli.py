@@ -24,7 +24,7 @@ from kvprobe import __version__
 from kvprobe.errors import KvprobeError
 from kvprobe.process import settle
 from kvprobe.progress import Progress
-from kvprobe.visible import visible
+from kvprobe.results.visible import visible
 
 if TYPE_CHECKING:
     from kvprobe.models import Loaded

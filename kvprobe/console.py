@@ -10,8 +10,8 @@ import click
 
 from kvprobe import interrupts
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, write_whole
-from kvprobe.visible import shown, visible
+from kvprobe.results.result import Result, write_whole
+from kvprobe.results.visible import shown, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

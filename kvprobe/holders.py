@@ -14,7 +14,7 @@ from kvprobe.errors import UnsupportedModelError
 from kvprobe.held import measure
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Bill, bill
 from kvprobe.shape.spec import Spec
 

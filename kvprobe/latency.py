@@ -21,7 +21,7 @@ from kvprobe.caches import KVCache
 from kvprobe.decoder import Decoder
 from kvprobe.generate import prefill
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 from kvprobe.roofline import Ceilings, Shape, Work, total
 
 PHASES = ("naive", "cached", "prefill")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kvprobe.attention import AttentionCall
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 
 # queries at once: few enough that their scores stay in the processor's caches, and that causal blocks are half empty
 BLOCK = 64

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from html import escape as escape_html
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.results import Row
-from kvprobe.visible import shown, visible
+from kvprobe.results.result import Row
+from kvprobe.results.visible import shown, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

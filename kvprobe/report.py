@@ -13,7 +13,7 @@ from kvprobe.errors import KvprobeError
 from kvprobe.page import Column, Section, document, plain
 from kvprobe.passages import Bos
 from kvprobe.progress import Progress, silent
-from kvprobe.results import write_whole
+from kvprobe.results.result import write_whole
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount
 from kvprobe.store import check_writable, disk_error
 
@@ -106,9 +106,9 @@ def _or_why(section: "Measured", subject: "Subject", plan: Plan, progress: Progr
 
 
 def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
-    from kvprobe.experiments.words import bos_of
     from kvprobe.passages import notices
-    from kvprobe.results import run_record
+    from kvprobe.results.phrases import bos_of
+    from kvprobe.results.result import run_record
     from kvprobe.shape.cache_bytes import describe
 
     spec, loaded = subject.loaded.spec, subject.loaded
@@ -226,8 +226,8 @@ def _window(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any
 
 def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import lowrank
-    from kvprobe.experiments.words import fitted_to
     from kvprobe.plots.lowrank import figure
+    from kvprobe.results.phrases import fitted_to
     from kvprobe.texts import read_text
 
     results = [lowrank.run(subject, seed=plan.seed, progress=progress)]

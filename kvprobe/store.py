@@ -16,7 +16,7 @@ from typing import Any
 
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
-from kvprobe.results import sweep_temporaries
+from kvprobe.results.result import sweep_temporaries
 
 MANIFEST = "kvprobe.json"
 _PARTIAL = ".partial-"

@@ -24,7 +24,7 @@ from kvprobe.checkpoint import Standing, State, Stretch
 from kvprobe.decoder import Decoder
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 from kvprobe.scoring import check_score_from, nll
 from kvprobe.windows import check_window, describe_sinks
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
-from kvprobe.results import write_whole
+from kvprobe.results.result import write_whole
 from kvprobe.store import disk_error, home
 
 BUNDLED_SHA256 = "72555202e7c2c0f1c15bda2728a389669f762087f929391c6705c60c3800d3a2"

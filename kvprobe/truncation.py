@@ -40,7 +40,7 @@ from kvprobe.lowrank import (
     truncate,
 )
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 from kvprobe.scoring import check_score_from, default_block_length, paired_interval, perplexity, token_losses
 
 if TYPE_CHECKING:

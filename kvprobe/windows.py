@@ -24,7 +24,7 @@ from kvprobe.attention import AttentionCall
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.masks import window_keep
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 from kvprobe.scoring import check_score_from, nll, paired_interval, perplexity, token_losses
 from kvprobe.shape.spec import Spec
 

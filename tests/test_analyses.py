@@ -16,7 +16,7 @@ from conftest import write_random
 from kvprobe import bench
 from kvprobe.busy import Watch
 from kvprobe.errors import KvprobeError
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 
 FILES = {path.stem for path in Path(timing.__file__).parent.glob("*.py")} - {"__init__"}
 # what analyses share, and runs nothing by itself

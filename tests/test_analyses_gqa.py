@@ -17,7 +17,7 @@ from kvprobe.cells import FORMAT, Cell, Shelf, config_of, finish_all, shape_row
 from kvprobe.corpus import LETTERS, Corpus, characters
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments.gqa import QUICK, Protocol, cells, sentences, summary, words_of
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 from kvprobe.snapshot import Snapshot
 from kvprobe.texts import Text
 from kvprobe.training import Plan, gradients, seeded, train, validate

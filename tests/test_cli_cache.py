@@ -12,7 +12,7 @@ from conftest import only_document
 from kvprobe import hub
 from kvprobe.experiments import cache as experiment
 from kvprobe.plots import cache as plot
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 from kvprobe.shape import published
 from kvprobe.shape.spec import Spec
 

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from kvprobe import console, page
-from kvprobe.results import Result
-from kvprobe.visible import harmless, visible
+from kvprobe.results.result import Result
+from kvprobe.results.visible import harmless, visible
 
 
 def test_numbers_stand_to_the_right_words_to_the_left_and_null_is_a_dash():

@@ -9,9 +9,10 @@ import torch
 from conftest import write_random
 from kvprobe import mass
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.experiments import cache, gqa, latency, lowrank, memory, relief, sinks, window, words
+from kvprobe.experiments import cache, gqa, latency, lowrank, memory, relief, sinks, window
 from kvprobe.experiments.quantised import quantising, stored
-from kvprobe.results import Result
+from kvprobe.results import phrases
+from kvprobe.results.result import Result
 from kvprobe.scoring import token_losses
 from kvprobe.subject import prepare
 
@@ -105,7 +106,7 @@ def test_a_spectrum_says_the_ranks_of_its_rows(subject):
     ],
 )
 def test_a_sentence_claims_no_more_than_the_interval(low, delta, high, said):
-    assert words.change_of({"delta": delta, "delta_low": low, "delta_high": high}).startswith(said)
+    assert phrases.change_of({"delta": delta, "delta_low": low, "delta_high": high}).startswith(said)
 
 
 RUN = {
@@ -162,10 +163,10 @@ def test_the_words_of_a_training_miss_multi_head_where_nobody_asked_for_it(kv_he
 def test_the_words_of_an_uptraining_name_the_control_where_there_was_one():
     run = {"corpus": "c", "steps": 600, "protocol": "p", "uptrain": 0.004, "n_heads": 8, "kv_heads": [8, 2]}
     run |= {"uptrain_steps": 2}
-    assert words.training_of(run) == "c, 600 steps, p; then heads pooled and uptrained for 2 steps, multi-head too"
-    assert words.training_of(run | {"kv_heads": [2]}).endswith("uptrained for 2 steps")
-    assert words.training_of(run | {"kv_heads": [2], "uptrain_steps": 1}).endswith("uptrained for 1 step")
-    assert words.training_of(run | {"uptrain": None}) == "c, 600 steps, p"
+    assert phrases.training_of(run) == "c, 600 steps, p; then heads pooled and uptrained for 2 steps, multi-head too"
+    assert phrases.training_of(run | {"kv_heads": [2]}).endswith("uptrained for 2 steps")
+    assert phrases.training_of(run | {"kv_heads": [2], "uptrain_steps": 1}).endswith("uptrained for 1 step")
+    assert phrases.training_of(run | {"uptrain": None}) == "c, 600 steps, p"
 
 
 def test_a_bill_by_hand(subject):

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import kvprobe
-from kvprobe import hooks, mass, models, results, subject
+from kvprobe import hooks, mass, models, subject
+from kvprobe.results import result
 
 ORIGINALS = {
-    "Result": results.Result,
+    "Result": result.Result,
     "attending": hooks.attending,
     "capture": hooks.capture,
     "load": models.load,
@@ -49,7 +50,7 @@ def test_the_face_takes_what_the_function_behind_it_takes(name):
 @pytest.mark.parametrize("name", sorted(ORIGINALS))
 def test_the_example_in_its_docstring_runs(name):
     (example,) = doctest.DocTestFinder(recurse=False).find(getattr(kvprobe, name), name, globs={})
-    example.globs["Result"] = results.Result
+    example.globs["Result"] = result.Result
     assert example.examples, f"{name} has no example"
     ran = doctest.DocTestRunner(verbose=False).run(example, out=(said := []).append)
     assert ran.failed == 0, "".join(said)

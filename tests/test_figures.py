@@ -16,9 +16,9 @@ from figures import lowrank as lowrank_figure
 from figures import window as window_figure
 from figures._paper import Picture
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments.words import PUBLISHED
 from kvprobe.plots import cache, explained, latency, lowrank, memory, named, relief, roofline, style, window
-from kvprobe.results import Result
+from kvprobe.results.phrases import PUBLISHED
+from kvprobe.results.result import Result
 
 RUN = {
     "model": "tiny",

@@ -12,7 +12,7 @@ from conftest import document, write_random
 from kvprobe import hub, models, passages, tokenizing
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.jsonfile import read_object
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 from kvprobe.shape.spec import Spec
 from kvprobe.store import home
 from tiny import tiny_ids, tiny_model

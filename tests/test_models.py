@@ -339,7 +339,7 @@ def test_smollm2_knows_its_capitals(smollm2):
 
 
 def test_converted_gguf_files_are_listed_in_rows_like_the_others(tmp_path, monkeypatch):
-    from kvprobe.results import Result
+    from kvprobe.results.result import Result
     from kvprobe.store import write_manifest
 
     monkeypatch.setenv("KVPROBE_HOME", str(tmp_path))

@@ -19,7 +19,7 @@ from kvprobe.cli import main
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments import lowrank, sinks, window
 from kvprobe.page import Column, Section, document
-from kvprobe.results import Result
+from kvprobe.results.result import Result
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\alpha$"
 FAST = report.Plan(tokens=48, seconds=0.01)

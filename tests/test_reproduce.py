@@ -13,9 +13,9 @@ from analyses.reproduce import Claim
 from conftest import write_gpt2_random
 from kvprobe import holders
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments.words import PUBLISHED
 from kvprobe.progress import silent
-from kvprobe.results import Result
+from kvprobe.results.phrases import PUBLISHED
+from kvprobe.results.result import Result
 
 PLAIN = {"block": "b", "what": "w", "unit": "u", "source": "s", "run": "r", "field": "x"}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe.results import Result, processor, run_record, write_whole
-from kvprobe.textcells import from_cell, to_cell
+from kvprobe.results.result import Result, processor, run_record, write_whole
+from kvprobe.results.textcells import from_cell, to_cell
 
 
 def result(**changes):

@@ -11,7 +11,7 @@ import pytest
 
 from kvprobe import store
 from kvprobe.errors import KvprobeError
-from kvprobe.results import write_whole
+from kvprobe.results.result import write_whole
 
 # a command that makes a directory by a child; the child says that it has begun, and waits for a signal
 MAKER = """
@@ -113,7 +113,7 @@ def test_a_write_that_is_killed_is_cleared_by_the_next_in_that_folder_and_one_th
     code = """
 import os, signal, sys
 from pathlib import Path
-from kvprobe.results import write_whole
+from kvprobe.results.result import write_whole
 Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 write_whole(sys.argv[1], "new")
 """

@@ -62,7 +62,7 @@ def command(model: str, **options: Any) -> None:
     """
     from kvprobe.console import emit, progress_bar, save_plot
     from kvprobe.experiments import cache
-    from kvprobe.results import Result
+    from kvprobe.results.result import Result
 
     if options["weights_bytes"] is not None and math.isnan(options["weights_bytes"]):
         raise click.BadParameter("nan is no number of bytes", param_hint="--weights-bytes")

@@ -67,9 +67,9 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     from kvprobe.console import emit, notice, progress_bar
     from kvprobe.decoder import from_hf
     from kvprobe.generate import Generation, Sampling, pieces, stream
-    from kvprobe.results import Result, run_record, write_whole
+    from kvprobe.results.result import Result, run_record, write_whole
+    from kvprobe.results.visible import harmless
     from kvprobe.texts import Text, check_utf8
-    from kvprobe.visible import harmless
 
     started = time.perf_counter()
     sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"], top_p=options["top_p"])

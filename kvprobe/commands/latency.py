@@ -95,7 +95,7 @@ def command(model: str, **options: Any) -> None:
     from kvprobe import busy
     from kvprobe.console import emit, notice, progress_bar, save_plot
     from kvprobe.experiments import latency
-    from kvprobe.results import Result
+    from kvprobe.results.result import Result
 
     settings = {name: options[name] for name in ("contexts", "compiled", "repeats", "seconds", "naive_samples", "seed")}
     # what is left out takes the experiment's own default

@@ -8,7 +8,7 @@ from click.core import ParameterSource
 from kvprobe.cli import COUNT, common, load_subject, passage_options
 
 if TYPE_CHECKING:
-    from kvprobe.results import Result
+    from kvprobe.results.result import Result
     from kvprobe.subject import Subject
 
 COLUMNS: tuple[str, ...] = (
@@ -124,7 +124,7 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
 
 def _show(result: "Result", subject: "Subject", options: dict[str, Any]) -> None:
     from kvprobe.console import emit, save_plot
-    from kvprobe.results import Result
+    from kvprobe.results.result import Result
 
     columns, shown, summary = COLUMNS, result, _spectrum_summary if options["spectrum"] else _summary
     if options["spectrum"]:
@@ -143,14 +143,14 @@ def _show(result: "Result", subject: "Subject", options: dict[str, Any]) -> None
 
 
 def _spectrum_summary(result: "Result", subject: "Subject") -> list[str]:
-    from kvprobe.experiments.words import passage_of
+    from kvprobe.results.phrases import passage_of
 
     run = result.run
     return ["", f"{passage_of(run)}, {run['of']}{', centred' if run['centered'] else ''}: one untruncated pass"]
 
 
 def _summary(result: "Result", subject: "Subject") -> list[str]:
-    from kvprobe.experiments.words import fitted_to, passage_of
+    from kvprobe.results.phrases import fitted_to, passage_of
 
     run, first = result.run, result.rows[0]
     fitted = (f"{fitted_to(run)}, " if run["fit_text"] else "") + f"{run['n_fitted']:,} tokens"

@@ -7,7 +7,7 @@ import click
 from kvprobe.cli import COUNT, CountFrom, common, load_model
 
 if TYPE_CHECKING:
-    from kvprobe.results import Result
+    from kvprobe.results.result import Result
 
 COLUMNS = ("context", "cache", "formula_bytes", "measured_bytes", "pinned_bytes", "excess_bytes", "ratio")
 

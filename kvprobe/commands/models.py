@@ -16,7 +16,7 @@ def command(**options: Any) -> None:
     """
     from kvprobe import models
     from kvprobe.console import emit
-    from kvprobe.results import Result, run_record
+    from kvprobe.results.result import Result, run_record
 
     result = Result("models", models.available(), run_record())
     emit(

@@ -9,7 +9,7 @@ from kvprobe.cli import COUNT, checked_parent, common, load_subject, passage_opt
 
 if TYPE_CHECKING:
     from kvprobe.checkpoint import Standing
-    from kvprobe.results import Result
+    from kvprobe.results.result import Result
     from kvprobe.streaming import Plan
 
 COLUMNS = (
@@ -182,7 +182,7 @@ def _where(standing: "Standing | None", plan: "Plan", n_tokens: int) -> str | No
 
 
 def _summary(result: "Result") -> list[str]:
-    from kvprobe.experiments.words import passage_of
+    from kvprobe.results.phrases import passage_of
 
     run, first = result.run, result.rows[0]
     lines = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, Row, run_record
+from kvprobe.results.result import Result, Row, run_record
 from kvprobe.shape import published
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
 from kvprobe.shape.layers import as_runs, from_runs

@@ -13,9 +13,9 @@ from kvprobe.corpus import Corpus
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments.words import PUBLISHED, interval_of, passage_of, training_of
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, Row, run_record
+from kvprobe.results.phrases import PUBLISHED, interval_of, passage_of, training_of
+from kvprobe.results.result import Result, Row, run_record
 from kvprobe.scoring import check_score_from, default_block_length, nll, paired_interval, perplexity
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.sharing import share_heads

@@ -10,7 +10,7 @@ from kvprobe.decoder import from_hf
 from kvprobe.latency import PHASES, Bench
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, run_record
+from kvprobe.results.result import Result, run_record
 from kvprobe.roofline import Shape
 
 DEFAULT_CONTEXTS = (128, 512, 1024)

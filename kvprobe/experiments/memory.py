@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kvprobe.holders import rows
 from kvprobe.models import Loaded
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, run_record
+from kvprobe.results.result import Result, run_record
 from kvprobe.shape.cache_bytes import Amount
 
 DEFAULT_CONTEXTS = (128, 512, 1024)

@@ -4,9 +4,9 @@ import time
 from dataclasses import replace
 
 from kvprobe import mass, passages
-from kvprobe.experiments.words import passage_of
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, run_record
+from kvprobe.results.phrases import passage_of
+from kvprobe.results.result import Result, run_record
 from kvprobe.subject import Subject
 
 

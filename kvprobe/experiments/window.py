@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from kvprobe.checkpoint import State
 from kvprobe.decoder import Decoder
-from kvprobe.experiments.words import change_of, interval_of, passage_of
 from kvprobe.progress import Progress, silent
-from kvprobe.results import Result, run_record
+from kvprobe.results.phrases import change_of, interval_of, passage_of
+from kvprobe.results.result import Result, run_record
 from kvprobe.scoring import default_block_length
 from kvprobe.streaming import Plan, rows
 from kvprobe.streaming import stream as read_stream

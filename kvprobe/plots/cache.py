@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, TWO_COLUMNS, panels, styled, titled
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Amount
 
 GREY = "#888888"

@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from kvprobe.experiments.words import training_of
 from kvprobe.plots.style import COLOURS, INK, look, panels, styled, titled
-from kvprobe.results import Row
+from kvprobe.results.phrases import training_of
+from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Amount
 
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from kvprobe.busy import said
 from kvprobe.plots import roofline
 from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 
 
 def draw(rows: list[Row], ax: Axes) -> Axes:

@@ -9,9 +9,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from kvprobe.experiments.words import fitted_to
 from kvprobe.plots.style import DOTS, HEAT, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
-from kvprobe.results import Row
+from kvprobe.results.phrases import fitted_to
+from kvprobe.results.result import Row
 
 BASES = {"oracle": "oracle: the scored tokens", "prefix": "prefix: tokens before them"}
 STAGES = {"pre_rope": "keys before RoPE", "post_rope": "keys as attention reads them"}

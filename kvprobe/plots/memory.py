@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from kvprobe.plots.style import COLOURS, DOTS, INK, look, panels, styled, titled
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 
 MIB = 2**20
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvprobe.results import Result, Row
+from kvprobe.results.result import Result, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

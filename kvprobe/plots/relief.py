@@ -8,7 +8,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kvprobe.plots.cache import LOOK
 from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, panels, styled, titled
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Amount
 
 # what is drawn as one kind of mark, by kind and basis: what it is called, and what its marks are numbered with

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from kvprobe.busy import said
 from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, TWO_COLUMNS, legend_above, panels, styled, titled
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 
 # phase -> colour, marker and dashes
 LOOK = {

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kvprobe.plots.style import COLOURS, HEAT, INK, TWO_COLUMNS, legend_above, panels, styled, titled
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 
 # beyond so many cells a vector file holds the map as one bitmap: a path a cell would be megabytes
 VECTOR_CELLS = 2000

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from kvprobe.visible import visible
+from kvprobe.results.visible import visible
 
 # Okabe and Ito (2008), in an order whose neighbours also differ in lightness
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")

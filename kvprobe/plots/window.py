@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 
 CHOICES = {"first": "the first tokens", "bos": "BOS", "random": "tokens at random", "heaviest": "the heaviest keys"}
 

@@ -7,7 +7,7 @@ written as an escape (``\n``), and a backslash as two; so is a text that would e
 
 import re
 
-from kvprobe.visible import escaped
+from kvprobe.results.visible import escaped
 
 FORMULA = ("=", "+", "-", "@", "'")
 _ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")

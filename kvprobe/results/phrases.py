@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvprobe.results import Row
+from kvprobe.results.result import Row
 
 PUBLISHED = "the published protocol"
 """What a training run is called that has every published setting (:class:`kvprobe.experiments.gqa.Protocol`)."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvprobe import __version__
-from kvprobe.textcells import from_cell, to_cell
+from kvprobe.results.textcells import from_cell, to_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,7 +71,7 @@ class Result:
         return text if text.replace("\n", "").isprintable() else "".join(map(_json_escaped, text))
 
     def to_csv(self) -> str:
-        """The rows alone, with a header; an empty cell is a null, and texts stand as :mod:`kvprobe.textcells` says."""
+        """The rows alone, with a header; an empty cell is a null, texts as :mod:`kvprobe.results.textcells` says."""
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames=list(self.rows[0]), lineterminator="\n")
         writer.writeheader()
