@@ -17,12 +17,12 @@ import click
 from analyses.common import script, show
 from kvprobe.cells import Shelf
 from kvprobe.console import progress_bar
-from kvprobe.corpus import characters
 from kvprobe.experiments import gqa
 from kvprobe.experiments.gqa import Protocol
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
-from kvprobe.texts import read_text
+from kvprobe.text.corpus import characters
+from kvprobe.text.texts import read_text
 
 KV_HEADS = (8, 4, 2, 1)
 SEEDS = (0, 1, 2)

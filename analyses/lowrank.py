@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from analyses.common import keep, script
-from kvprobe import passages
 from kvprobe.console import emit, notice, progress_bar
 from kvprobe.errors import KvprobeError
-from kvprobe.passages import Passage, Text
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import fitted_to
 from kvprobe.results.result import Result, Row, run_record
 from kvprobe.scoring import default_block_length, paired_interval, perplexity
 from kvprobe.subject import Subject, prepare
+from kvprobe.text import passages
+from kvprobe.text.passages import Passage, Text
 from kvprobe.truncation import BasisKind, Sweep, sweep
 
 BASES: tuple[BasisKind, ...] = ("oracle", "prefix", "heldout")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from kvprobe.config import DecoderConfig, Rotary
-from kvprobe.corpus import Corpus
 from kvprobe.decoder import Decoder
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
@@ -25,6 +24,7 @@ from kvprobe.shape.parameters import attention_parameters
 from kvprobe.sharing import share_heads
 from kvprobe.snapshot import Snapshot, fingerprint
 from kvprobe.store import alone, disk_error
+from kvprobe.text.corpus import Corpus
 from kvprobe.training import Plan, restore_weights, seeded, train, validate, weights_of
 
 FORMAT = 1

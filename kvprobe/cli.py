@@ -236,8 +236,8 @@ def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **m
     ``more`` goes to :func:`kvprobe.subject.prepare` too, and before the options.
     """
     from kvprobe.console import notice
-    from kvprobe.passages import notices
     from kvprobe.subject import prepare
+    from kvprobe.text.passages import notices
 
     given = {name: options[name] for name in ("text", "tokens", "bos", "dtype", "device")}
     subject = prepare(model, **(given | more), progress=progress)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from kvprobe import __version__
 from kvprobe.errors import KvprobeError
 from kvprobe.page import Column, Section, document, plain
-from kvprobe.passages import Bos
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import write_whole
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount
 from kvprobe.store import check_writable, disk_error
+from kvprobe.text.passages import Bos
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,10 +106,10 @@ def _or_why(section: "Measured", subject: "Subject", plan: Plan, progress: Progr
 
 
 def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
-    from kvprobe.passages import notices
     from kvprobe.results.phrases import bos_of
     from kvprobe.results.result import run_record
     from kvprobe.shape.cache_bytes import describe
+    from kvprobe.text.passages import notices
 
     spec, loaded = subject.loaded.spec, subject.loaded
     count = None if spec.n_parameters is None else f"{spec.n_parameters:,}"
@@ -228,7 +228,7 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import lowrank
     from kvprobe.plots.lowrank import figure
     from kvprobe.results.phrases import fitted_to
-    from kvprobe.texts import read_text
+    from kvprobe.text.texts import read_text
 
     results = [lowrank.run(subject, seed=plan.seed, progress=progress)]
     notes = []

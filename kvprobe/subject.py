@@ -5,11 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvprobe import models, passages
+from kvprobe import models
 from kvprobe.errors import KvprobeError
 from kvprobe.models import Loaded
-from kvprobe.passages import Bos, Passage, Text
 from kvprobe.progress import Progress, silent
+from kvprobe.text import passages
+from kvprobe.text.passages import Bos, Passage, Text
 
 
 @dataclass(frozen=True)

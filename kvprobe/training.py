@@ -5,7 +5,7 @@
 
 AdamW over cross-entropy in nat per token. A step reads its batch in parts whose activations stay in the processor's
 cache and adds up their gradients. What a step reads depends on the seed and its number alone
-(:meth:`kvprobe.corpus.Corpus.train_batch`), nothing is drawn while training, and so the weights, the optimizer's
+(:meth:`kvprobe.text.corpus.Corpus.train_batch`), nothing is drawn while training, and so the weights, the optimizer's
 moments and the number of steps done are all that a checkpoint must hold.
 """
 
@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvprobe.config import DecoderConfig
-from kvprobe.corpus import Corpus
 from kvprobe.decoder import Decoder
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
 from kvprobe.snapshot import Snapshot
+from kvprobe.text.corpus import Corpus
 
 SNAPSHOT_SECONDS = 60.0
 """After so much work without a snapshot one is written at the end of the step."""

@@ -14,12 +14,12 @@ from analyses import gqa as study
 from analyses import train_speed
 from kvprobe import training
 from kvprobe.cells import FORMAT, Cell, Shelf, config_of, finish_all, shape_row
-from kvprobe.corpus import LETTERS, Corpus, characters
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments.gqa import QUICK, Protocol, cells, sentences, summary, words_of
 from kvprobe.results.result import Result
 from kvprobe.snapshot import Snapshot
-from kvprobe.texts import Text
+from kvprobe.text.corpus import LETTERS, Corpus, characters
+from kvprobe.text.texts import Text
 from kvprobe.training import Plan, gradients, seeded, train, validate
 
 TINY = Protocol(n_layers=1, width=16, length=8, n_train=40, n_valid=8, plan=Plan(steps=3, batch=4, validate_every=2))

@@ -10,9 +10,9 @@ from conftest import document, write_random
 from kvprobe import models
 from kvprobe.experiments import gqa
 from kvprobe.experiments.gqa import Protocol
-from kvprobe.passages import encode, read_text
 from kvprobe.plots import gqa as plot
 from kvprobe.scoring import token_losses
+from kvprobe.text.passages import encode, read_text
 from kvprobe.training import Plan
 
 FIELDS = ["n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token"]

@@ -3,9 +3,9 @@ import unicodedata
 import pytest
 import torch
 
-from kvprobe.corpus import LETTERS, Corpus, characters, spelled, tokens
 from kvprobe.errors import KvprobeError
-from kvprobe.texts import Text
+from kvprobe.text.corpus import LETTERS, Corpus, characters, spelled, tokens
+from kvprobe.text.texts import Text
 
 ABC = Text("abc.txt", "f00d", "a b c d e f g h i j")  # 19 characters, all in the vocabulary
 

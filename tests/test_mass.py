@@ -149,7 +149,7 @@ def test_weights_that_are_not_finite_are_reported_by_layer_and_dtype():
 
 @pytest.mark.smollm2
 def test_on_smollm2_mass_equals_eager_maps_and_the_sink_is_where_it_is_known(smollm2):
-    from kvprobe import passages
+    from kvprobe.text import passages
 
     passage = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=256)
     measured = mass.measure(smollm2.model, passage.ids[None], queries_from=64, positions=True)

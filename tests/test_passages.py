@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvprobe import passages, texts
 from kvprobe.errors import KvprobeError
-from kvprobe.passages import Text, control, encode, heldout, random_ids, read_text, repeat_ids, run_record
+from kvprobe.text import passages, texts
+from kvprobe.text.passages import Text, control, encode, heldout, random_ids, read_text, repeat_ids, run_record
 
-BUNDLED = (Path(texts.__file__).parent / "data" / "passage.txt").read_text(encoding="utf-8")
+BUNDLED = (Path(texts.__file__).parents[1] / "data" / "passage.txt").read_text(encoding="utf-8")
 LATER_PATTERN = (  # as in the families after GPT-2: a mark joins a word, and punctuation takes the newlines behind it
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )

@@ -316,8 +316,8 @@ def test_a_loss_that_is_not_finite_names_the_first_layer_and_is_not_kept(tmp_pat
 
 @pytest.mark.smollm2
 def test_on_smollm2_a_stream_is_the_mask(smollm2):
-    from kvprobe import passages
     from kvprobe.scoring import token_losses
+    from kvprobe.text import passages
 
     ids = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=128).ids
     plan = Plan(windows=(32,), sinks=(4,), positions="cache")

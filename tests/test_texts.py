@@ -11,10 +11,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvprobe import passages, texts
 from kvprobe.errors import KvprobeError
-from kvprobe.passages import encode, enough, heldout, notices, run_record
-from kvprobe.texts import BLOCK, check_utf8, read_text
+from kvprobe.text import passages, texts
+from kvprobe.text.passages import encode, enough, heldout, notices, run_record
+from kvprobe.text.texts import BLOCK, check_utf8, read_text
 
 
 def sha256(data):

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import document, write_random
 from kvprobe.errors import KvprobeError
-from kvprobe.passages import Text, control, encode, front_of, heldout, notices, run_record, whole
 from kvprobe.results.phrases import passage_of
+from kvprobe.text.passages import Text, control, encode, front_of, heldout, notices, run_record, whole
 
 WORDS = ["[GM]", "<s>", "<t>", "the", "tide", "came", "up", "by", "night"]
 GM, S, T, THE, TIDE, CAME, UP, BY, NIGHT = range(len(WORDS))

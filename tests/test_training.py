@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from kvprobe import training
 from kvprobe.attention import AttentionCall
 from kvprobe.cells import config_of
-from kvprobe.corpus import Corpus
 from kvprobe.errors import KvprobeError
 from kvprobe.snapshot import Snapshot
+from kvprobe.text.corpus import Corpus
 from kvprobe.training import Plan, gradients, seeded, train, validate
 
 CONFIG = config_of(2, vocab=11, length=8, n_layers=2, n_heads=4, width=16)

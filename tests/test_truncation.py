@@ -366,7 +366,7 @@ def by_numpy(of, rank, captured=None):
 
 
 def agrees_with_the_independent_loss(loaded, width):
-    from kvprobe import passages
+    from kvprobe.text import passages
 
     # fewer tokens than Gemma's width and more than SmolLM2's: both sides of the decomposition
     model, n_tokens, score_from = loaded.model, 400, 200

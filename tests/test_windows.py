@@ -440,7 +440,7 @@ def test_rows_of_a_padded_batch_are_those_alone(by_slot):
 
 @pytest.mark.smollm2
 def test_smollm2_loses_much_without_a_sink_and_little_with_one(smollm2):
-    from kvprobe import passages
+    from kvprobe.text import passages
 
     ids = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=1024).ids
     full, bare, one, four = windows.grid(smollm2.model, ids, windows=[256], sinks=[0, 1, 4], score_from=512)
@@ -461,7 +461,7 @@ def test_smollm2_loses_much_without_a_sink_and_little_with_one(smollm2):
 
 @pytest.mark.smollm2
 def test_smollm2_by_cache_slot_is_a_rolling_buffer_with_llamas_rotation(smollm2):
-    from kvprobe import passages
+    from kvprobe.text import passages
 
     length, window, n_sink = 320, 96, 4
     ids = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=length).ids

@@ -63,13 +63,14 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
     import time
 
-    from kvprobe import busy, fast, passages
+    from kvprobe import busy, fast
     from kvprobe.console import emit, notice, progress_bar
     from kvprobe.decoder import from_hf
     from kvprobe.generate import Generation, Sampling, pieces, stream
     from kvprobe.results.result import Result, run_record, write_whole
     from kvprobe.results.visible import harmless
-    from kvprobe.texts import Text, check_utf8
+    from kvprobe.text import passages
+    from kvprobe.text.texts import Text, check_utf8
 
     started = time.perf_counter()
     sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"], top_p=options["top_p"])
@@ -192,7 +193,7 @@ def _cache(decoder: "Decoder", ids: list[int], options: dict[str, Any]) -> "KVCa
 
 def _from_standard_input() -> str:
     from kvprobe.errors import KvprobeError
-    from kvprobe.texts import read_text
+    from kvprobe.text.texts import read_text
 
     read = read_text("-", n_bytes=MOST_PROMPT)
     if read.cut is not None:

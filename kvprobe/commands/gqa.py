@@ -109,11 +109,11 @@ def _train(options: dict[str, Any]) -> Any:
 
     from kvprobe.cells import Shelf
     from kvprobe.console import notice, progress_bar
-    from kvprobe.corpus import characters, enough
     from kvprobe.experiments import gqa
     from kvprobe.models import device_for
     from kvprobe.store import home
-    from kvprobe.texts import read_text
+    from kvprobe.text.corpus import characters, enough
+    from kvprobe.text.texts import read_text
 
     quiet = options["quiet"]
     protocol = gqa.QUICK if options["quick"] else gqa.Protocol()

@@ -105,7 +105,7 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
     with progress_bar(options["quiet"]) as progress:
         fit_text = None
         if options["fit_text"] is not None:
-            from kvprobe import passages
+            from kvprobe.text import passages
 
             # both texts before the model, which takes longer
             n_bytes = passages.enough(options["tokens"])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvprobe.cells import Cell, Shelf, config_of, finish_all, shape_row
-from kvprobe.corpus import Corpus
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.errors import KvprobeError
@@ -20,6 +19,7 @@ from kvprobe.scoring import check_score_from, default_block_length, nll, paired_
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.sharing import share_heads
 from kvprobe.subject import Subject
+from kvprobe.text.corpus import Corpus
 from kvprobe.training import Plan, check
 
 N_HEADS = 8

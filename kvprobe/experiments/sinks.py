@@ -3,11 +3,12 @@
 import time
 from dataclasses import replace
 
-from kvprobe import mass, passages
+from kvprobe import mass
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import passage_of
 from kvprobe.results.result import Result, run_record
 from kvprobe.subject import Subject
+from kvprobe.text import passages
 
 
 def run(
@@ -21,8 +22,8 @@ def run(
 ) -> Result:
     """A row a layer (:meth:`kvprobe.mass.Mass.layer_rows`), the mass of its heads in ``head_mass``.
 
-    ``control`` reads ids that mean nothing instead of the passage (:func:`kvprobe.passages.control`). The record has
-    ``mass`` and ``sink_rate`` over all layers and heads. Raises ValueError for ``queries_from`` outside the passage
+    ``control`` reads ids that mean nothing instead of the passage (:func:`kvprobe.text.passages.control`). The record
+    has ``mass`` and ``sink_rate`` over all layers and heads. Raises ValueError for ``queries_from`` outside the passage
     and an ``epsilon`` outside 0 to 1, KvprobeError where attention is not finite.
     """
     # written so that nan is refused as well

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvprobe.errors import KvprobeError
-from kvprobe.texts import Cut, Text, read_text
-from kvprobe.tokenizing import guarded, name_of
+from kvprobe.text.texts import Cut, Text, read_text
+from kvprobe.text.tokenizing import guarded, name_of
 
 __all__ = [
     "Bos", "Passage", "Text", "Tokenizer", "control", "cut_before", "encode", "enough", "front_ids", "front_of",

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvprobe.errors import KvprobeError
-from kvprobe.passages import Tokenizer
-from kvprobe.texts import Cut, Text
-from kvprobe.tokenizing import guarded, name_of
+from kvprobe.text.passages import Tokenizer
+from kvprobe.text.texts import Cut, Text
+from kvprobe.text.tokenizing import guarded, name_of
 
 UNKNOWN = "<unknown>"
 LETTERS = (UNKNOWN, " ", *"abcdefghijklmnopqrstuvwxyz")
