@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from analyses.common import keep, script, show
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
 from kvprobe.config import DecoderConfig
 from kvprobe.decoder import Decoder
 from kvprobe.experiments.cache import find_shape

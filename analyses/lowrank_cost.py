@@ -19,9 +19,9 @@ from torch import Tensor
 
 from analyses.common import script, show
 from analyses.timing import compare
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.seam import attending
 from kvprobe.busy import Watch
-from kvprobe.hooks import attending
 from kvprobe.lowrank import View, fit, gram_vectors
 from kvprobe.results.result import Result, Row, run_record
 from kvprobe.scoring import token_losses

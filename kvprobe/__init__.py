@@ -16,8 +16,8 @@ from kvprobe.progress import Progress, silent
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from kvprobe.attention import AttentionCall
-    from kvprobe.hooks import Captured
+    from kvprobe.attention.call import AttentionCall
+    from kvprobe.attention.seam import Captured
     from kvprobe.models import Loaded
     from kvprobe.results.result import Result
     from kvprobe.subject import Subject
@@ -80,7 +80,7 @@ def prepare(
 def attending(model: "nn.Module", attend: "Callable[[AttentionCall], Tensor]") -> AbstractContextManager[None]:
     """A block in which ``attend(call)`` stands in for attention, once a layer and forward.
 
-    See :func:`kvprobe.hooks.attending` for what is proved and raised.
+    See :func:`kvprobe.attention.seam.attending` for what is proved and raised.
 
     >>> import kvprobe
     >>> subject = kvprobe.prepare("smollm2-135m", tokens=32)
@@ -91,9 +91,9 @@ def attending(model: "nn.Module", attend: "Callable[[AttentionCall], Tensor]") -
     >>> tuple(logits.shape)
     (1, 32, 49152)
     """
-    from kvprobe import hooks
+    from kvprobe.attention import seam
 
-    return hooks.attending(model, attend)
+    return seam.attending(model, attend)
 
 
 def capture(
@@ -107,7 +107,7 @@ def capture(
 ) -> "Captured":
     """Keys and values as attention reads them and, where asked for, attention maps, by layer.
 
-    See :func:`kvprobe.hooks.capture` for their shapes.
+    See :func:`kvprobe.attention.seam.capture` for their shapes.
 
     >>> import kvprobe
     >>> subject = kvprobe.prepare("smollm2-135m", tokens=32)
@@ -115,9 +115,9 @@ def capture(
     >>> tuple(seen.keys[0].shape), tuple(seen.maps[12].shape)
     ((1, 3, 32, 64), (1, 9, 32, 32))
     """
-    from kvprobe import hooks
+    from kvprobe.attention import seam
 
-    return hooks.capture(model, input_ids, layers=layers, maps=maps, to_cpu=to_cpu, **inputs)
+    return seam.capture(model, input_ids, layers=layers, maps=maps, to_cpu=to_cpu, **inputs)
 
 
 def token0_mass(model: "nn.Module", input_ids: "Tensor", queries_from: int = 64) -> "Tensor":

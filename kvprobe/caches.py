@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvprobe.rope import Rope
+from kvprobe.attention.rope import Rope
 
 Positions = Literal["absolute", "cache"]
 

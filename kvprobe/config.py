@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
+from kvprobe.attention.rope import Rope
 from kvprobe.caches import CacheShape
-from kvprobe.rope import Rope
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
 from kvprobe.caches import FullCache, KVCache, Positions, RollingCache
 from kvprobe.config import DecoderConfig, Rotary
 from kvprobe.weights import config_of, load_weights

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe import linear
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
 from kvprobe.caches import FullCache, KVCache, RollingCache
 from kvprobe.decoder import MLP, Attend, Attention, Block, Decoder, DecoderConfig, Norm
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.rope import Rope
+from kvprobe.attention.rope import Rope
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
 
 if TYPE_CHECKING:
-    from kvprobe.rope import Rope
+    from kvprobe.attention.rope import Rope
 
 Of = Literal["kv", "k", "v"]
 Stage = Literal["post_rope", "pre_rope"]
@@ -44,7 +44,7 @@ class View:
         one_of("stage", stage, Stage)
         if stage == "post_rope":
             return cls(of, stage)
-        from kvprobe.rope_finding import rope_of, rotates
+        from kvprobe.attention.rope_finding import rope_of, rotates
 
         return cls(of, stage, rope_of(model)) if rotates(model) else cls(of, stage)
 

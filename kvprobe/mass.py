@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
@@ -94,8 +94,8 @@ def measure(
     UnsupportedModelError where keys are not one a token.
     """
     # arithmetic knows no transformers until a model is really measured
-    from kvprobe.attention_layers import attention_layers
-    from kvprobe.hooks import attending, family_of, once
+    from kvprobe.attention.layers import attention_layers
+    from kvprobe.attention.seam import attending, family_of, once
 
     length = input_ids.shape[-1]
     if not 0 <= queries_from < length:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvprobe.errors import KvprobeError
 
 if TYPE_CHECKING:
-    from kvprobe.hooks import Attend
+    from kvprobe.attention.seam import Attend
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _logits(
     if attend is None:
         seam: Any = nullcontext()
     else:
-        from kvprobe.hooks import attending
+        from kvprobe.attention.seam import attending
 
         seam = attending(model, attend)
     with seam:

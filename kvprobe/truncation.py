@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
 from kvprobe.errors import KvprobeError
 from kvprobe.lowrank import (
     Basis,
@@ -44,7 +44,7 @@ from kvprobe.results.result import Row
 from kvprobe.scoring import check_score_from, default_block_length, paired_interval, perplexity, token_losses
 
 if TYPE_CHECKING:
-    from kvprobe.hooks import Attend
+    from kvprobe.attention.seam import Attend
 
 BasisKind = Literal["oracle", "prefix", "heldout"]
 Allocation = Literal["uniform", "energy"]
@@ -299,7 +299,7 @@ def _widths(model: nn.Module, ids: Tensor, view: View) -> dict[int, int]:
 
 
 def _clean(model: Any, ids: Tensor, look: Callable[[AttentionCall], Any]) -> dict[int, Any]:
-    from kvprobe.hooks import attending
+    from kvprobe.attention.seam import attending
 
     seen = {}
 

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.masks import window_keep
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.masks import window_keep
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
 from kvprobe.scoring import check_score_from, nll, paired_interval, perplexity, token_losses
 from kvprobe.shape.spec import Spec
 
 if TYPE_CHECKING:
-    from kvprobe.hooks import Attend
+    from kvprobe.attention.seam import Attend
 
 Positions = Literal["absolute", "cache", "recompute"]
 SinkChoice = Literal["first", "bos", "random", "heaviest"]
@@ -176,7 +176,7 @@ def recompute_losses(
     if attend is None:
         seam: Any = nullcontext()
     else:
-        from kvprobe.hooks import attending
+        from kvprobe.attention.seam import attending
 
         seam = attending(model, attend)
     with seam:
@@ -346,7 +346,7 @@ def check(
                 "last tokens, whose first becomes its own sink (a BOS is kept by itself)"
             )
     if positions == "cache":
-        from kvprobe.rope_finding import check_scores_by_distance, position_limit, rope_of
+        from kvprobe.attention.rope_finding import check_scores_by_distance, position_limit, rope_of
 
         try:
             rope_of(model)
@@ -413,7 +413,7 @@ def _without_sink_logits(attend: "Attend") -> "Attend":
 
 
 def _has_sink_logits(model: nn.Module, input_ids: Tensor) -> bool:
-    from kvprobe.hooks import attending
+    from kvprobe.attention.seam import attending
 
     found: list[bool] = []
 

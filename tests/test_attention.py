@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.attention import AttentionCall
-from kvprobe.masks import causal_keep, window_keep
+from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.masks import causal_keep, window_keep
 
 BATCH, Q_LEN = 2, 7
 

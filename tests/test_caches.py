@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvprobe.attention.masks import window_keep
 from kvprobe.caches import CacheShape, FullCache, RollingCache
 from kvprobe.decoder import from_hf
-from kvprobe.masks import window_keep
 from kvprobe.windows import windowed
 from test_decoder import rope_decoder
 from tiny import tiny_ids, tiny_model

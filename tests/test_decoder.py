@@ -2,10 +2,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvprobe.attention.masks import window_keep
+from kvprobe.attention.seam import attending
 from kvprobe.decoder import Decoder, DecoderConfig, Rotary, from_hf
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.hooks import attending
-from kvprobe.masks import window_keep
 from tiny import tiny_ids, tiny_model
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text")

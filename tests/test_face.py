@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 import kvprobe
-from kvprobe import hooks, mass, models, subject
+from kvprobe import mass, models, subject
+from kvprobe.attention import seam
 from kvprobe.results import result
 
 ORIGINALS = {
     "Result": result.Result,
-    "attending": hooks.attending,
-    "capture": hooks.capture,
+    "attending": seam.attending,
+    "capture": seam.capture,
     "load": models.load,
     "prepare": subject.prepare,
     "token0_mass": mass.token0_mass,

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprobe import fast
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
 from kvprobe.caches import FullCache
 from kvprobe.decoder import Decoder, DecoderConfig, Rotary, from_hf
 from kvprobe.generate import Sampling, decode, generate, prefill, stream

@@ -14,10 +14,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward
 
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.masks import causal_keep, window_keep
+from kvprobe.attention.seam import Captured, attending, capture, family_of, rope_of
 from kvprobe.errors import NotIntercepted, UnsupportedModelError
-from kvprobe.hooks import Captured, attending, capture, family_of, rope_of
-from kvprobe.masks import causal_keep, window_keep
 from tiny import BYPASSING, HOOKED, WINDOW, tiny_ids, tiny_model
 
 every_family = pytest.mark.parametrize("family", HOOKED)

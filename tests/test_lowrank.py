@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.hooks import attending
+from kvprobe.attention.seam import attending
 from kvprobe.lowrank import (
     View,
     allocate,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvprobe.masks import additive, causal_keep, window_keep
+from kvprobe.attention.masks import additive, causal_keep, window_keep
 
 
 def table(rows: str) -> list[list[bool]]:

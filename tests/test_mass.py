@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvprobe import mass
+from kvprobe.attention.seam import capture
 from kvprobe.errors import KvprobeError
-from kvprobe.hooks import capture
 from tiny import HOOKED, WINDOW, tiny_model
 
 LENGTH = 24

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.rope import Rope
+from kvprobe.attention.seam import attending, capture, rope_of
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.hooks import attending, capture, rope_of
-from kvprobe.rope import Rope
 from tiny import HOOKED, tiny_ids, tiny_model
 
 WITHOUT_ROPE = ("gpt2", "opt")

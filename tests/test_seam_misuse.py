@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.seam import attending
 from kvprobe.errors import KvprobeError, NotIntercepted
-from kvprobe.hooks import attending
 from kvprobe.models import Loaded
 from kvprobe.shape.spec import Spec
 from tiny import tiny_ids, tiny_model

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kvprobe import training
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
 from kvprobe.cells import config_of
 from kvprobe.errors import KvprobeError
 from kvprobe.snapshot import Snapshot

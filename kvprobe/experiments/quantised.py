@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvprobe.attention import AttentionCall
+from kvprobe.attention.call import AttentionCall
 from kvprobe.errors import KvprobeError
 from kvprobe.shape.cache_bytes import GROUP
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvprobe.masks import additive, causal_keep
+from kvprobe.attention.masks import additive, causal_keep
 
 # float32 scores of one block of queries, in elements: 64 MiB, small beside the weights of any model worth probing
 BLOCK_ELEMENTS = 1 << 24
@@ -133,7 +133,7 @@ class AttentionCall:
         if keep is not None:
             if keep.dtype != torch.bool:
                 raise ValueError(f"keep must be boolean (True = may see), got {keep.dtype}")
-            # [q_len, kv_len] is what kvprobe.masks makes
+            # [q_len, kv_len] is what kvprobe.attention.masks makes
             keep = keep[None, None] if keep.ndim == 2 else keep
             if keep.ndim != 4 or keep.shape[-2:] != (query.shape[2], key.shape[2]):
                 raise ValueError(f"keep is {[*keep.shape]}, needs [.., .., {query.shape[2]}, {key.shape[2]}]")

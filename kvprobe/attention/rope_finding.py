@@ -6,11 +6,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from kvprobe.attention import AttentionCall
-from kvprobe.attention_layers import decoder_of, family_of
+from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.layers import decoder_of, family_of
+from kvprobe.attention.rope import Rope
+from kvprobe.attention.seam import attending
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.hooks import attending
-from kvprobe.rope import Rope
 
 # the same tokens at positions 0 to 5 and 37 to 42: relative positions are the same, so hidden states are too
 LENGTH, SHIFT = 6, 37

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvprobe.attention import AttentionCall, Turn
+from kvprobe.attention.call import AttentionCall, Turn
+from kvprobe.attention.masks import causal_keep
 from kvprobe.errors import NotIntercepted, UnsupportedModelError
-from kvprobe.masks import causal_keep
 
 # arguments that are read below
 HONOURED = {"scaling", "softcap", "s_aux", "is_causal", "indices", "block_indices", "position_bias", "dropout"}

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvprobe.attention import AttentionCall, Turn
-from kvprobe.attention_layers import attention_layers, family_of
-from kvprobe.blocks import Attend, Block, bypassed
+from kvprobe.attention.blocks import Attend, Block, bypassed
+from kvprobe.attention.call import AttentionCall, Turn
+from kvprobe.attention.layers import attention_layers, family_of
+from kvprobe.attention.rope import Rope
 from kvprobe.errors import NotIntercepted
-from kvprobe.rope import Rope
 
 __all__ = ["Attend", "AttentionCall", "Captured", "attending", "capture", "family_of", "once", "rope_of"]
 
@@ -139,8 +139,8 @@ def capture(
 
 
 def rope_of(model: nn.Module) -> dict[int, Rope]:
-    """The rotation of every layer that holds keys: see :func:`kvprobe.rope_finding.rope_of`, which this is."""
+    """The rotation of every layer that holds keys: see :func:`kvprobe.attention.rope_finding.rope_of`, which this is."""
     # it looks through this seam itself
-    from kvprobe import rope_finding
+    from kvprobe.attention import rope_finding
 
     return rope_finding.rope_of(model)

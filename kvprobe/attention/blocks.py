@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvprobe.attention import AttentionCall, Turn
-from kvprobe.attention_layers import attention_modules, configs_of, decoder_of, entrances, family_of
-from kvprobe.call_arguments import read_call
+from kvprobe.attention.arguments import read_call
+from kvprobe.attention.call import AttentionCall, Turn
+from kvprobe.attention.layers import attention_modules, configs_of, decoder_of, entrances, family_of
 from kvprobe.errors import KvprobeError, NotIntercepted
 
 Attend = Callable[[AttentionCall], Tensor]
@@ -247,7 +247,7 @@ def _suspendable_opener() -> FrameType | None:
     """The generator or coroutine that opens a block, in which it waits while others run; None for a plain function."""
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
-        inside = frame.f_globals.get("__name__") in (__name__, "kvprobe.hooks", "contextlib")
+        inside = frame.f_globals.get("__name__") in (__name__, "kvprobe.attention.seam", "contextlib")
         # a generator that contextlib runs is a part of somebody's with statement
         if not inside and caller.f_globals.get("__name__") != "contextlib":
             break
