@@ -6,15 +6,16 @@ from pathlib import Path
 
 import click
 
-from kvprobe import busy, models
+from kvprobe import busy
 from kvprobe.cli import run
 from kvprobe.console import emit
-from kvprobe.models import Loaded
+from kvprobe.models import loading
+from kvprobe.models.loading import Loaded
+from kvprobe.models.random_weights import load_random
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
 from kvprobe.shape import published
 from kvprobe.store import disk_error
-from kvprobe.unpretrained import load_random
 
 PUBLISHED_GPT = "gpt-124m"
 """The shape that the published speed and memory were measured on. It was never trained: its weights are drawn."""
@@ -25,7 +26,7 @@ def load(model: str, *, random_weights: bool = False, dtype: str = "float32", pr
     item = published.look_up(model)
     if random_weights or (item is not None and item.name == PUBLISHED_GPT):
         return load_random(model, dtype=dtype, progress=progress)
-    return models.load(model, dtype=dtype, progress=progress)
+    return loading.load(model, dtype=dtype, progress=progress)
 
 
 def script(command: click.Command) -> None:

@@ -28,17 +28,18 @@ from torch import Tensor
 
 from analyses.common import script, show
 from analyses.timing import in_ms
-from kvprobe import fast, models
+from kvprobe import fast
 from kvprobe.bench import BUFFER_BYTES, readers
 from kvprobe.busy import Watch, cores
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.generate import stream
+from kvprobe.models import loading
+from kvprobe.models.random_weights import load_random
+from kvprobe.models.subject import prepare
 from kvprobe.results.result import Result, Row, run_record
 from kvprobe.roofline import Shape
 from kvprobe.store import sha256
-from kvprobe.subject import prepare
-from kvprobe.unpretrained import load_random
 
 # seconds of the prefill and of each decode step of one run
 Run = Callable[[], list[float]]
@@ -98,7 +99,7 @@ def run(
 
 
 def _ways(
-    loaded: models.Loaded, decoder: Decoder, ids: Tensor, n_new: int, *, compiled: bool, gguf: str | None
+    loaded: loading.Loaded, decoder: Decoder, ids: Tensor, n_new: int, *, compiled: bool, gguf: str | None
 ) -> tuple[dict[str, Run], dict[str, dict[str, Any]]]:
     """What is compared, and for the record how each of ours reads and decodes, and the seconds it took to start."""
     ways: dict[str, Run] = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from kvprobe import headers, models
 from kvprobe.errors import KvprobeError
+from kvprobe.models import headers, loading
 
 WEIGHTS_SHA1 = "89a76996d7c6ee89b86618a265483aab73e61d50"
 TOKENIZER_SHA1 = {
@@ -46,7 +46,7 @@ def identify(model: str, *, reference: str | None = None, trust: bool = False) -
     initialised. A tokenizer file that is another's settles it at once. Raises KvprobeError for a model that is not here
     or damaged, and for a reference that is not the published file.
     """
-    directory = models.find(model).directory
+    directory = loading.find(model).directory
     for name, expected in TOKENIZER_SHA1.items():
         path = directory / name
         if path.is_file() and (found := sha1_of(path)) != expected:
@@ -62,7 +62,7 @@ def identify(model: str, *, reference: str | None = None, trust: bool = False) -
     if reference is not None:
         same, told = _compared(files, Path(reference))
         return Identity(same, f"{is_not}, and {told}")
-    spec = models.load_spec(model)
+    spec = loading.load_spec(model)
     if any(getattr(spec, name) != expected for name, expected in SHAPE.items()):
         return Identity(False, f"{is_not}, and its shape is not GPT-2's")
     if _untrained(files):

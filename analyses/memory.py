@@ -24,7 +24,7 @@ from kvprobe.console import progress_bar
 from kvprobe.experiments import memory
 from kvprobe.held import measure
 from kvprobe.holders import fused_views
-from kvprobe.models import Loaded
+from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, Row
 

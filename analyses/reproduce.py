@@ -28,14 +28,14 @@ from kvprobe.console import progress_bar
 from kvprobe.decoder import from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments import lowrank
-from kvprobe.models import Loaded
+from kvprobe.models.loading import Loaded
+from kvprobe.models.subject import prepare
 from kvprobe.progress import Progress, silent
 from kvprobe.results import phrases
 from kvprobe.results.result import Result, Row, run_record
 from kvprobe.shape import published
 from kvprobe.shape.cache_bytes import bill
 from kvprobe.shape.levers import levers
-from kvprobe.subject import prepare
 
 PUBLISHED = Path(__file__).with_name("published.toml")
 REASONS = {

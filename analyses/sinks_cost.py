@@ -21,8 +21,8 @@ from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe import mass
 from kvprobe.busy import Watch
+from kvprobe.models.subject import Subject, prepare
 from kvprobe.results.result import Result, run_record
-from kvprobe.subject import Subject, prepare
 
 GIB = 1 << 30
 

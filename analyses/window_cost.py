@@ -14,9 +14,9 @@ import click
 from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe.busy import Watch
+from kvprobe.models.subject import Subject, prepare
 from kvprobe.results.result import Result, run_record
 from kvprobe.scoring import token_losses
-from kvprobe.subject import Subject, prepare
 from kvprobe.windows import check, recompute_losses, windowed
 
 WINDOWS = (64, 256, 512)

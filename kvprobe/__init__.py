@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from kvprobe.attention.call import AttentionCall
     from kvprobe.attention.seam import Captured
-    from kvprobe.models import Loaded
+    from kvprobe.models.loading import Loaded
+    from kvprobe.models.subject import Subject
     from kvprobe.results.result import Result
-    from kvprobe.subject import Subject
 
 __version__ = "0.1.0"
 __all__ = ["Result", "attending", "capture", "load", "prepare", "token0_mass"]
@@ -29,16 +29,16 @@ __all__ = ["Result", "attending", "capture", "load", "prepare", "token0_mass"]
 def load(name: str, *, dtype: str = "float32", device: str | None = None, progress: Progress = silent) -> "Loaded":
     """A model by name, directory, GGUF file or hub id: ``.model``, ``.tokenizer``, ``.spec``.
 
-    See :func:`kvprobe.models.load` for where it is looked for and what is refused.
+    See :func:`kvprobe.models.loading.load` for where it is looked for and what is refused.
 
     >>> import kvprobe
     >>> loaded = kvprobe.load("smollm2-135m")
     >>> loaded.spec.n_layers, loaded.spec.n_heads, loaded.spec.n_kv_heads
     (30, 9, 3)
     """
-    from kvprobe import models
+    from kvprobe.models import loading
 
-    return models.load(name, dtype=dtype, device=device, progress=progress)
+    return loading.load(name, dtype=dtype, device=device, progress=progress)
 
 
 def prepare(
@@ -54,7 +54,7 @@ def prepare(
 ) -> "Subject":
     """A model with the passage that it will read, which is what every experiment takes.
 
-    See :func:`kvprobe.subject.prepare` for what is checked.
+    See :func:`kvprobe.models.subject.prepare` for what is checked.
 
     >>> import kvprobe
     >>> from kvprobe.experiments import sinks
@@ -63,7 +63,7 @@ def prepare(
     >>> len(result.rows), result.rows[23]["mass"] > 0.3
     (30, True)
     """
-    from kvprobe import subject
+    from kvprobe.models import subject
 
     return subject.prepare(
         model,

@@ -75,7 +75,7 @@ class Standing:
 def identity(record: Mapping[str, Any], input_ids: Tensor, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a state is tied to: the model's revision, the passage and every setting that could change a bit.
 
-    ``record`` is a run record (:meth:`kvprobe.subject.Subject.record`), ``settings`` the fields of a plan.
+    ``record`` is a run record (:meth:`kvprobe.models.subject.Subject.record`), ``settings`` the fields of a plan.
     """
     names = ("revision", "dtype", "device", "passage_sha256", "bos", "n_tokens")
     ids = hashlib.sha256(input_ids.cpu().numpy().tobytes()).hexdigest()

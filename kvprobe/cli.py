@@ -27,8 +27,8 @@ from kvprobe.progress import Progress
 from kvprobe.results.visible import visible
 
 if TYPE_CHECKING:
-    from kvprobe.models import Loaded
-    from kvprobe.subject import Subject
+    from kvprobe.models.loading import Loaded
+    from kvprobe.models.subject import Subject
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -203,16 +203,16 @@ def passage_options(command: Command) -> Command:
 
 
 def checked_first(command: Command, *, weights: bool = True) -> Command:
-    """Refuses a model by its files' headers before ``command`` imports what takes seconds (`kvprobe.models.check`)."""
+    """Refuses a model by its files' headers (`kvprobe.models.loading.check`) before ``command`` imports what takes long."""
 
     @functools.wraps(command)
     def checked(*arguments: Any, **options: Any) -> Any:
         for name in filter(None, [options.get("model"), *options.get("arguments", ())[:1]]):
             # the first of `generate`'s arguments may be its prompt
             if name.endswith(".gguf") or (weights and name == options.get("model")):
-                from kvprobe import models
+                from kvprobe.models import loading
 
-                models.check(name, weights=weights)
+                loading.check(name, weights=weights)
         return command(*arguments, **options)
 
     return cast(Command, checked)
@@ -222,21 +222,21 @@ def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "L
     """The model of a command with the ``common`` options; with ``--random-weights`` one of its shape."""
     device = None if options["device"] == "auto" else options["device"]
     if options.get("random_weights"):
-        from kvprobe.unpretrained import load_random
+        from kvprobe.models.random_weights import load_random
 
         return load_random(model, dtype=options["dtype"], device=device, seed=options["seed"], progress=progress)
-    from kvprobe import models
+    from kvprobe.models import loading
 
-    return models.load(model, dtype=options["dtype"], device=device, progress=progress)
+    return loading.load(model, dtype=options["dtype"], device=device, progress=progress)
 
 
 def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **more: Any) -> "Subject":
     """The model and passage of a command with the ``common`` and ``passage_options``.
 
-    ``more`` goes to :func:`kvprobe.subject.prepare` too, and before the options.
+    ``more`` goes to :func:`kvprobe.models.subject.prepare` too, and before the options.
     """
     from kvprobe.console import notice
-    from kvprobe.subject import prepare
+    from kvprobe.models.subject import prepare
     from kvprobe.text.passages import notices
 
     given = {name: options[name] for name in ("text", "tokens", "bos", "dtype", "device")}

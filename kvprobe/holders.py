@@ -12,7 +12,7 @@ from kvprobe.bench import check_memory
 from kvprobe.caches import CacheShape, FullCache, KVCache, RollingCache
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.held import measure
-from kvprobe.models import Loaded
+from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Bill, bill

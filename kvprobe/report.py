@@ -20,7 +20,7 @@ from kvprobe.text.passages import Bos
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvprobe.subject import Subject
+    from kvprobe.models.subject import Subject
 
 DEFAULT_TOKENS = 1024
 INSTEAD = "write the page to another place"
@@ -73,12 +73,12 @@ def write(model: str, out: str | Path, plan: Plan | None = None, *, progress: Pr
 
 def measure(model: str, plan: Plan, *, progress: Progress = silent) -> list[Section]:
     """All sections of the page, in order. Raises as :func:`write`."""
-    from kvprobe import models
-    from kvprobe.subject import prepare
+    from kvprobe.models import loading
+    from kvprobe.models.subject import prepare
 
     tokens = plan.tokens
     if tokens is None:
-        limit = models.load_spec(model, progress=progress).max_positions
+        limit = loading.load_spec(model, progress=progress).max_positions
         tokens = DEFAULT_TOKENS if limit is None else min(DEFAULT_TOKENS, limit)
     subject = prepare(
         model, text=plan.text, tokens=tokens, bos=plan.bos, dtype=plan.dtype, device=plan.device, progress=progress

@@ -24,7 +24,7 @@ def gemma3():
 @pytest.fixture(scope="session")
 def gpt2_tokenizer_files():
     """The directory of GPT-2's own tokenizer files, fetched if they are not here."""
-    from kvprobe import pull
+    from kvprobe.models import pull
 
     return pull.place("gpt2-tokenizer") if pull.is_pulled("gpt2-tokenizer") else pull.pull("gpt2-tokenizer")
 
@@ -79,7 +79,7 @@ def only_document(done):
 
 def write_gpt2_random(directory, tokenizer_files, *, seed=0, **overrides):
     """Writes a GPT-2 model directory: the real tokenizer, random weights, `overrides` of the tiny configuration."""
-    from kvprobe.models import quiet
+    from kvprobe.models.loading import quiet
     from tiny import tiny_model
 
     settings = {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256}
@@ -92,7 +92,7 @@ def write_gpt2_random(directory, tokenizer_files, *, seed=0, **overrides):
 
 def write_random(directory, family, tokenizer_files, *, seed=0, **overrides):
     """Writes a tiny random model of any family of tests/tiny.py, with a tokenizer of its 97 tokens."""
-    from kvprobe.models import quiet
+    from kvprobe.models.loading import quiet
     from tiny import VOCAB, tiny_model
 
     with quiet():
@@ -108,9 +108,9 @@ def write_random(directory, family, tokenizer_files, *, seed=0, **overrides):
 
 
 def _pulled(name):
-    from kvprobe import models, pull
+    from kvprobe.models import loading, pull
 
     if not pull.is_pulled(name):
         pull.pull(name)
-    loaded = models.load(name, device="cpu")
+    loaded = loading.load(name, device="cpu")
     return SimpleNamespace(**{field: getattr(loaded, field) for field in ("model", "tokenizer", "spec", "name")})

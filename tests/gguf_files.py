@@ -6,7 +6,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from kvprobe.gguf_families import FAMILIES
+from kvprobe.models.gguf_families import FAMILIES
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, EXPERTS, CONTEXT = 2, 32, 4, 2, 8, 48, 4, 64
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import write_random
-from kvprobe import models
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.models import loading
 from tiny import tiny_ids
 
 
@@ -33,7 +33,7 @@ class Checkpoint:
         save_file(self.weights, self.directory / "model.safetensors", {"format": "pt"})
         path = self.directory / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
-        return models.load(str(self.directory), device="cpu").model
+        return loading.load(str(self.directory), device="cpu").model
 
     def refused(self, kind=KvprobeError, **config):
         with pytest.raises(kind) as refused:
@@ -98,7 +98,7 @@ def test_a_method_that_is_not_turned_back_here_is_named(llama, said, by):
 
 
 def test_a_quantization_config_of_nothing_says_nothing(llama, tiny_llama):
-    plain = models.load(str(tiny_llama), device="cpu").model
+    plain = loading.load(str(tiny_llama), device="cpu").model
     assert same(llama.load(quantization_config=None, quantization=None), plain)
 
 
@@ -197,7 +197,7 @@ def test_every_single_weight_is_missed(tiny_llama, tmp_path):
 
 
 def test_what_is_made_anew_may_be_left(llama, tiny_llama):
-    plain = models.load(str(tiny_llama), device="cpu").model
+    plain = loading.load(str(tiny_llama), device="cpu").model
     for layer in range(3):
         llama.weights[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         llama.weights[f"model.layers.{layer}.self_attn.rotary_emb.cos_cached"] = torch.ones(1, 1, 16, 8)
@@ -211,7 +211,7 @@ def test_what_is_made_anew_may_be_left(llama, tiny_llama):
 
 
 def test_layers_that_predict_a_later_token_may_be_left(llama, tiny_llama):
-    plain = models.load(str(tiny_llama), device="cpu").model
+    plain = loading.load(str(tiny_llama), device="cpu").model
     last = {key: tensor for key, tensor in llama.weights.items() if key.startswith("model.layers.2.")}
     llama.weights |= {key.replace("layers.2.", "layers.3."): tensor.clone() for key, tensor in last.items()}
     llama.weights["mtp.fc.weight"] = torch.ones(4)
@@ -223,7 +223,7 @@ def test_layers_that_predict_a_later_token_may_be_left(llama, tiny_llama):
 def test_gpt2_as_it_is_published_loads(gpt2_random, tmp_path):
     """Its names lack the prefix, and its causal masks are in the file."""
     old = Checkpoint(shutil.copytree(gpt2_random, tmp_path / "old"))
-    plain = models.load(str(gpt2_random), device="cpu").model
+    plain = loading.load(str(gpt2_random), device="cpu").model
     old.weights = {key.removeprefix("transformer."): tensor for key, tensor in old.weights.items()}
     for layer in range(3):
         old.weights[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 256, 256, dtype=torch.uint8).tril()
@@ -233,7 +233,7 @@ def test_gpt2_as_it_is_published_loads(gpt2_random, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "gpt_neo", "bloom", "falcon", "mpt"])
 def test_no_family_is_refused_as_it_was_saved(family, gpt2_tokenizer_files, tmp_path):
     directory = write_random(tmp_path / family, family, gpt2_tokenizer_files)
-    assert models.load(str(directory), device="cpu").spec.n_layers >= 2
+    assert loading.load(str(directory), device="cpu").spec.n_layers >= 2
 
 
 # --- before torch is there

@@ -246,7 +246,7 @@ def test_a_panic_of_a_library_is_one_line_too(run, gpt2_random, monkeypatch):
     def panic(*_, **__):
         raise type("PanicException", (BaseException,), {})("called `Result::unwrap()`\non an `Err` value")
 
-    monkeypatch.setattr("kvprobe.models.load", panic)
+    monkeypatch.setattr("kvprobe.models.loading.load", panic)
     done = run("sinks", gpt2_random)
     assert done.returncode == 1
     assert done.stderr.startswith("kvprobe: PanicException: called `Result::unwrap()` on an `Err` value (unexpected")

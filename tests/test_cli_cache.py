@@ -9,8 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from conftest import only_document
-from kvprobe import hub
 from kvprobe.experiments import cache as experiment
+from kvprobe.models import hub
 from kvprobe.plots import cache as plot
 from kvprobe.results.result import Result
 from kvprobe.shape import published
@@ -49,7 +49,7 @@ def test_a_published_name_needs_neither_weights_nor_heavy_imports():
     code = (
         "import sys\nfrom kvprobe.cli import main\n"
         "try: main(['cache', 'llama-2-70b'])\nexcept SystemExit as done: print(done.code)\n"
-        "heavy = ('torch', 'transformers', 'numpy', 'matplotlib', 'huggingface_hub', 'kvprobe.models')\n"
+        "heavy = ('torch', 'transformers', 'numpy', 'matplotlib', 'huggingface_hub', 'kvprobe.models.loading')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -167,7 +167,7 @@ def test_an_empty_prompt_and_a_single_positional(run, gpt2_random, monkeypatch):
     assert (done.code, done.out) == (1, "")
     assert "the prompt has no tokens" in done.err
     # one positional is the prompt, of gpt2
-    from kvprobe import models
+    from kvprobe.models import loading
 
     asked = []
 
@@ -175,7 +175,7 @@ def test_an_empty_prompt_and_a_single_positional(run, gpt2_random, monkeypatch):
         asked.append(name)
         raise ValueError("enough")
 
-    monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     assert run("The time").code == 1
     assert asked == ["gpt2"]
 

@@ -7,9 +7,9 @@ import torch
 from matplotlib.figure import Figure
 
 from conftest import document, write_random
-from kvprobe import models
 from kvprobe.experiments import gqa
 from kvprobe.experiments.gqa import Protocol
+from kvprobe.models import loading
 from kvprobe.plots import gqa as plot
 from kvprobe.scoring import token_losses
 from kvprobe.text.passages import encode, read_text
@@ -180,7 +180,7 @@ def test_a_pretrained_models_heads_are_pooled(run, tiny_llama):
     assert found["run"]["n_targets"] == 23
 
     # another road: the same model with both heads set to their mean, through transformers
-    loaded = models.load(str(tiny_llama), device="cpu")
+    loaded = loading.load(str(tiny_llama), device="cpu")
     ids = encode(loaded.tokenizer, read_text("bundled"), n_tokens=48).ids
     assert float(token_losses(loaded.model, ids, score_from=24).mean()) == pytest.approx(
         whole["best_val_loss"], abs=1e-5

@@ -34,7 +34,7 @@ def test_json_is_one_document_with_the_fields_and_the_run(run, tiny_llama):
 
 
 def test_the_library_gives_the_same_numbers(run, tiny_llama):
-    from kvprobe.subject import prepare
+    from kvprobe.models.subject import prepare
     from kvprobe.truncation import sweep
 
     found = document(run(tiny_llama, "--tokens", 96, "--rank", 6, "--of", "k", "--stage", "pre_rope",

@@ -11,10 +11,10 @@ from kvprobe import mass
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments import cache, gqa, latency, lowrank, memory, relief, sinks, window
 from kvprobe.experiments.quantised import quantising, stored
+from kvprobe.models.subject import prepare
 from kvprobe.results import phrases
 from kvprobe.results.result import Result
 from kvprobe.scoring import token_losses
-from kvprobe.subject import prepare
 
 
 @pytest.fixture(scope="module")

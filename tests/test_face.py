@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 import kvprobe
-from kvprobe import mass, models, subject
+from kvprobe import mass
 from kvprobe.attention import seam
+from kvprobe.models import loading, subject
 from kvprobe.results import result
 
 ORIGINALS = {
     "Result": result.Result,
     "attending": seam.attending,
     "capture": seam.capture,
-    "load": models.load,
+    "load": loading.load,
     "prepare": subject.prepare,
     "token0_mass": mass.token0_mass,
 }

@@ -16,11 +16,12 @@ import torch
 
 import kvprobe
 from gguf_files import TOKENS, draw, keys_of, shapes_of, vocabulary, write
-from kvprobe import convert, pull, store
+from kvprobe import store
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.gguf_header import TYPES, read_header
-from kvprobe.gguf_join import join
-from kvprobe.gguf_model import describe
+from kvprobe.models import gguf_convert, pull
+from kvprobe.models.gguf_header import TYPES, read_header
+from kvprobe.models.gguf_join import join
+from kvprobe.models.gguf_model import describe
 from test_gguf_families import logits, their_model
 
 # the command line in a process of its own: its exit code, what it said, and what that took
@@ -430,9 +431,9 @@ def test_what_does_not_fit_memory_or_disk_is_refused_with_both_figures(small, mo
 )
 def test_what_transformers_could_not_place_is_refused(report, unread, said, capsys):
     whole = {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": []}
-    convert._refuse_unloaded(whole, set())
+    gguf_convert._refuse_unloaded(whole, set())
     with pytest.raises(SystemExit):
-        convert._refuse_unloaded(whole | report, unread)
+        gguf_convert._refuse_unloaded(whole | report, unread)
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(capsys.readouterr().err)
 
@@ -543,7 +544,7 @@ def converted(path, directory, monkeypatch):
         patch.setattr(modeling_gguf_pytorch_utils, name, getattr(modeling_gguf_pytorch_utils, name))
         shutil.rmtree(directory, ignore_errors=True)
         try:
-            convert._convert_here(path, directory)
+            gguf_convert._convert_here(path, directory)
         except (Exception, SystemExit):
             return None
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gguf_files import CONTEXT, EXPERTS, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, TOKENS, draw, keys_of, shapes_of, write
-from kvprobe import convert
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.gguf_families import FAMILIES
-from kvprobe.gguf_model import describe
+from kvprobe.models import gguf_convert
+from kvprobe.models.gguf_families import FAMILIES
+from kvprobe.models.gguf_model import describe
 
 EPS = 1e-3
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
@@ -133,7 +133,7 @@ def converted(tmp_path, monkeypatch):
         monkeypatch.setattr(modeling_gguf_pytorch_utils, name, getattr(modeling_gguf_pytorch_utils, name))
         path, directory = tmp_path / "model.gguf", tmp_path / "made"
         write(path, architecture, keys_of(architecture) if keys is None else keys, tensors, **more)
-        convert._convert_here(path, directory)
+        gguf_convert._convert_here(path, directory)
         monkeypatch.undo()
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 

@@ -8,8 +8,8 @@ import torch
 
 from gguf_files import HEAD_DIM, draw, keys_of, shapes_of, write
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.gguf_model import describe
-from kvprobe.gguf_rope import parameters
+from kvprobe.models.gguf_model import describe
+from kvprobe.models.gguf_rope import parameters
 
 THETA, DIM = 500000.0, 128
 PLAIN = np.array([THETA ** (-2 * i / DIM) for i in range(DIM // 2)])

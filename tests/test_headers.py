@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from kvprobe import headers
 from kvprobe.errors import KvprobeError
+from kvprobe.models import headers
 
 GOOD = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},

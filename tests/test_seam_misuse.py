@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.seam import attending
 from kvprobe.errors import KvprobeError, NotIntercepted
-from kvprobe.models import Loaded
+from kvprobe.models.loading import Loaded
 from kvprobe.shape.spec import Spec
 from tiny import tiny_ids, tiny_model
 

@@ -139,7 +139,7 @@ def capture(
 
 
 def rope_of(model: nn.Module) -> dict[int, Rope]:
-    """The rotation of every layer that holds keys: see :func:`kvprobe.attention.rope_finding.rope_of`, which this is."""
+    """The rotation of every layer that holds keys (:func:`kvprobe.attention.rope_finding.rope_of`)."""
     # it looks through this seam itself
     from kvprobe.attention import rope_finding
 

@@ -161,7 +161,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 def _names_a_model(word: str) -> bool:
     from pathlib import Path
 
-    from kvprobe.pull import CATALOGUE
+    from kvprobe.models.pull import CATALOGUE
 
     return word in CATALOGUE or word.endswith(".gguf") or (Path(word) / "config.json").is_file()
 

@@ -110,7 +110,7 @@ def _train(options: dict[str, Any]) -> Any:
     from kvprobe.cells import Shelf
     from kvprobe.console import notice, progress_bar
     from kvprobe.experiments import gqa
-    from kvprobe.models import device_for
+    from kvprobe.models.loading import device_for
     from kvprobe.store import home
     from kvprobe.text.corpus import characters, enough
     from kvprobe.text.texts import read_text

@@ -8,8 +8,8 @@ from click.core import ParameterSource
 from kvprobe.cli import COUNT, common, load_subject, passage_options
 
 if TYPE_CHECKING:
+    from kvprobe.models.subject import Subject
     from kvprobe.results.result import Result
-    from kvprobe.subject import Subject
 
 COLUMNS: tuple[str, ...] = (
     "rank", "loss", "perplexity", "delta", "delta_low", "delta_high", "energy", "latent_bytes", "basis_bytes", "ratio",

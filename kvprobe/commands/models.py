@@ -14,11 +14,11 @@ def command(**options: Any) -> None:
     Besides these, MODEL may be any local directory of a Hugging Face causal model with safetensors, a GGUF file, or
     a hub id such as gpt2.
     """
-    from kvprobe import models
     from kvprobe.console import emit
+    from kvprobe.models import loading
     from kvprobe.results.result import Result, run_record
 
-    result = Result("models", models.available(), run_record())
+    result = Result("models", loading.available(), run_record())
     emit(
         result,
         format_=options["format_"],

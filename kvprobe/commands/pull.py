@@ -23,7 +23,7 @@ def command(name: str, quiet: bool) -> None:
       kvprobe pull smollm2-135m
     """
     from kvprobe.console import notice, progress_bar
-    from kvprobe.pull import is_pulled, pull
+    from kvprobe.models.pull import is_pulled, pull
 
     had = is_pulled(name)
     with progress_bar(quiet) as progress:

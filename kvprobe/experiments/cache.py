@@ -85,11 +85,11 @@ def find_shape(model: str, *, progress: Progress = silent) -> tuple[Spec, dict[s
     item = published.look_up(model)
     if item is not None and not Path(model).is_dir():
         return item.spec, {"model": item.name, "revision": item.source, "source": "catalogue"}
-    from kvprobe import models
+    from kvprobe.models import loading
 
     try:
-        spec = models.load_spec(model, progress=progress)
-        found = models.find(model, only_config=True, progress=progress)
+        spec = loading.load_spec(model, progress=progress)
+        found = loading.find(model, only_config=True, progress=progress)
     except UnsupportedModelError:
         raise
     except KvprobeError as error:

@@ -12,13 +12,13 @@ from kvprobe.cells import Cell, Shelf, config_of, finish_all, shape_row
 from kvprobe.decoder import Decoder, from_hf
 from kvprobe.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.errors import KvprobeError
+from kvprobe.models.subject import Subject
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import PUBLISHED, interval_of, passage_of, training_of
 from kvprobe.results.result import Result, Row, run_record
 from kvprobe.scoring import check_score_from, default_block_length, nll, paired_interval, perplexity
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.sharing import share_heads
-from kvprobe.subject import Subject
 from kvprobe.text.corpus import Corpus
 from kvprobe.training import Plan, check
 

@@ -8,7 +8,7 @@ import torch
 from kvprobe import bench, busy
 from kvprobe.decoder import from_hf
 from kvprobe.latency import PHASES, Bench
-from kvprobe.models import Loaded
+from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, run_record
 from kvprobe.roofline import Shape

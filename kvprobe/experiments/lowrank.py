@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from kvprobe.lowrank import Of, Stage
+from kvprobe.models.subject import Subject
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of
 from kvprobe.results.result import Result, run_record
-from kvprobe.subject import Subject
 from kvprobe.text import passages
 from kvprobe.text.passages import Passage, Text
 from kvprobe.truncation import Allocation, BasisKind, spectrum_rows, sweep

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from kvprobe.holders import rows
-from kvprobe.models import Loaded
+from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, run_record
 from kvprobe.shape.cache_bytes import Amount

@@ -4,10 +4,10 @@ import time
 from dataclasses import replace
 
 from kvprobe import mass
+from kvprobe.models.subject import Subject
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import passage_of
 from kvprobe.results.result import Result, run_record
-from kvprobe.subject import Subject
 from kvprobe.text import passages
 
 

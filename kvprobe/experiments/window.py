@@ -6,13 +6,13 @@ from dataclasses import asdict
 
 from kvprobe.checkpoint import State
 from kvprobe.decoder import Decoder
+from kvprobe.models.subject import Subject
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import change_of, interval_of, passage_of
 from kvprobe.results.result import Result, run_record
 from kvprobe.scoring import default_block_length
 from kvprobe.streaming import Plan, rows
 from kvprobe.streaming import stream as read_stream
-from kvprobe.subject import Subject
 from kvprobe.windows import Positions, SinkChoice, describe_local_layers, grid
 
 

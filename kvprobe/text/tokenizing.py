@@ -31,7 +31,7 @@ def guarded(name: str) -> Iterator[None]:
 
 
 def name_of(tokenizer: Any) -> str:
-    """What errors call a tokenizer: the name of its model, as `kvprobe.loading.tokenizer` gives it."""
+    """What errors call a tokenizer: the name of its model, as `kvprobe.models.checkpoint_checks.tokenizer` gives it."""
     return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
 
 

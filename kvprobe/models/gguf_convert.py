@@ -1,7 +1,7 @@
 """How does a GGUF file become an ordinary model directory, once?
 
-``python -m kvprobe.convert GGUF DIRECTORY`` does the work in a process of its own: reading a GGUF file leaves several
-times its size in memory, and its progress is not ours.
+``python -m kvprobe.models.gguf_convert GGUF DIRECTORY`` does the work in a process of its own: reading a GGUF file
+leaves several times its size in memory, and its progress is not ours.
 """
 
 import errno
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.gguf_join import join
-from kvprobe.gguf_model import Described, describe
-from kvprobe.gguf_vocabulary import AS_LLAMA3, DIGITS_ALONE
+from kvprobe.models.gguf_join import join
+from kvprobe.models.gguf_model import Described, describe
+from kvprobe.models.gguf_vocabulary import AS_LLAMA3, DIGITS_ALONE
 from kvprobe.progress import Progress, silent
 from kvprobe.store import disk_full, run_watched
 
@@ -54,9 +54,9 @@ def convert(gguf: Path, directory: Path, *, log: Path, name: str, progress: Prog
         else:
             progress(f"converting {name}: {'writing' if done else 'reading'}", int(time.monotonic() - start), None, "s")
 
-    command = [sys.executable, "-m", "kvprobe.convert", str(source), str(directory)]
+    command = [sys.executable, "-m", "kvprobe.models.gguf_convert", str(source), str(directory)]
     # found by the child however it was found by us
-    search = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search)}
     status, said = run_watched(command, log=log, watch=watch, environment=environment)
     if status:

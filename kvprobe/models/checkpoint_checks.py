@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvprobe import arrivals, hub
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.headers import Tensor
+from kvprobe.models import arrivals, hub
+from kvprobe.models.headers import Tensor
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.shape.spec import Spec
 from kvprobe.text import tokenizing

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvprobe import arrivals, headers, hub, loading, pull
 from kvprobe.errors import KvprobeError
 from kvprobe.jsonfile import read_object
-from kvprobe.loading import quiet
+from kvprobe.models import arrivals, checkpoint_checks, headers, hub, pull
+from kvprobe.models.checkpoint_checks import quiet
 from kvprobe.progress import Progress, silent
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.shape.spec import Spec
@@ -96,18 +96,18 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
     import torch
 
     place = device_for(device)
-    loading.refuse_too_big(found.name, tensors, spec, dtype=dtype, device=place)
+    checkpoint_checks.refuse_too_big(found.name, tensors, spec, dtype=dtype, device=place)
     progress(f"loading {found.name}", 0, None)
     with quiet():
-        loading.refuse_foreign(found.name, config)
-        code = loading.STOCK_CODE if config.get("auto_map") else None
+        checkpoint_checks.refuse_foreign(found.name, config)
+        code = checkpoint_checks.STOCK_CODE if config.get("auto_map") else None
         if code is not None:
             progress(f"{found.name}: {code}", 0, None)
         given = {"spec": spec, "dtype": getattr(torch, dtype), "method": method}
-        model = loading.model(found.name, found.directory, config, tensors, **given)
-        tokenizer = loading.tokenizer(found.name, found.directory)
+        model = checkpoint_checks.model(found.name, found.directory, config, tensors, **given)
+        tokenizer = checkpoint_checks.tokenizer(found.name, found.directory)
     model = model.to(place).eval().requires_grad_(False)
-    loading.refuse_broken(found.name, model)
+    checkpoint_checks.refuse_broken(found.name, model)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
@@ -130,7 +130,7 @@ def check(name: str, *, weights: bool = True) -> None:
         return
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        from kvprobe.gguf_model import describe
+        from kvprobe.models.gguf_model import describe
 
         describe(path)
     elif weights and path.is_dir():
@@ -141,13 +141,13 @@ def _inspected(found: Found) -> tuple[dict[str, Any], Spec, dict[str, headers.Te
     """The configuration, the shape, the tensors, and the method by which transformers turns codes into numbers."""
     hub.refuse_adapter(found.name, found.directory)
     config = read_config(found)
-    spec = loading.read_spec(found.name, config)
+    spec = checkpoint_checks.read_spec(found.name, config)
     files = headers.weight_files(found.directory)
     if not files:
-        loading.refuse_pickles(found.name, found.directory)
+        checkpoint_checks.refuse_pickles(found.name, found.directory)
     tensors = headers.read_tensors(found.name, found.directory, files)
     method = arrivals.refuse_codes(found.name, found.directory, config, tensors)
-    loading.refuse_unlike(found.name, spec, tensors)
+    checkpoint_checks.refuse_unlike(found.name, spec, tensors)
     return config, spec, tensors, method
 
 
@@ -157,7 +157,7 @@ def load_spec(name: str, *, progress: Progress = silent) -> Spec:
     Of a GGUF file the conversion of `load` is made, which reads everything.
     """
     found = find(name, only_config=True, progress=progress)
-    return loading.read_spec(found.name, read_config(found))
+    return checkpoint_checks.read_spec(found.name, read_config(found))
 
 
 def find(name: str, *, only_config: bool = False, progress: Progress = silent) -> Found:

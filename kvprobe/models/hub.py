@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.headers import weight_files
 from kvprobe.jsonfile import read_object
+from kvprobe.models.headers import weight_files
 from kvprobe.progress import Progress, silent
 from kvprobe.store import disk_error, sha256
 

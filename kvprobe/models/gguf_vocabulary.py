@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.gguf_header import Skipped, shown
+from kvprobe.models.gguf_header import Skipped, shown
 
 _PREFIX = "tokenizer.ggml."
 _DAMAGED = "the header is damaged; fetch the file again"

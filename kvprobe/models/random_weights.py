@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from kvprobe import loading, models
 from kvprobe.bench import check_memory
-from kvprobe.models import Loaded
+from kvprobe.models import checkpoint_checks, loading
+from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.shape import published
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
@@ -16,24 +16,24 @@ def load_random(
 ) -> Loaded:
     """A model of the shape that ``name`` has, drawn with ``seed``, as transformers initialises it; without tokenizer.
 
-    ``name`` is what :func:`kvprobe.models.load` takes, whose configuration alone is read, or a published shape of the
-    catalogue, such as ``gpt-124m``. Raises KvprobeError where the weights would not fit the free memory.
+    ``name`` is what :func:`kvprobe.models.loading.load` takes, whose configuration alone is read, or a published shape
+    of the catalogue, such as ``gpt-124m``. Raises KvprobeError where the weights would not fit the free memory.
     """
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     config, of = _config(name, progress)
-    spec = loading.read_spec(of["name"], config)
-    place = models.device_for(device)
+    spec = checkpoint_checks.read_spec(of["name"], config)
+    place = loading.device_for(device)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     progress(f"drawing the weights of {of['name']}", 0, None)
     config = config.get("text_config", config)
-    with models.quiet(), torch.random.fork_rng(devices=[]):
-        loading.refuse_foreign(of["name"], config)
+    with loading.quiet(), torch.random.fork_rng(devices=[]):
+        checkpoint_checks.refuse_foreign(of["name"], config)
         settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "torch_dtype")}
         built = AutoConfig.for_model(config["model_type"], **settings)
-        n_parameters = spec.n_parameters or loading.n_described(AutoModelForCausalLM, built)
+        n_parameters = spec.n_parameters or checkpoint_checks.n_described(AutoModelForCausalLM, built)
         # drawn in memory, then moved
         need, what = n_parameters * DTYPE_BYTES[dtype], f"{of['name']} with random weights at {dtype}"
         check_memory(what, need, "cpu", relief="a smaller model or --dtype bfloat16")
@@ -48,6 +48,6 @@ def _config(name: str, progress: Progress) -> tuple[dict[str, Any], dict[str, st
     item = published.look_up(name.removesuffix("-rope"))
     if item is not None and not Path(name).is_dir():
         return item.config, {"name": item.name, "source": "random weights, catalogue", "revision": item.source}
-    found = models.find(name, only_config=True, progress=progress)
+    found = loading.find(name, only_config=True, progress=progress)
     source = f"random weights, {found.source}"
-    return models.read_config(found), {"name": found.name, "source": source, "revision": found.revision}
+    return loading.read_config(found), {"name": found.name, "source": source, "revision": found.revision}

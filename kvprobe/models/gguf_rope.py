@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.gguf_header import Tensor
+from kvprobe.models.gguf_header import Tensor
 
 # what a key may say without changing anything
 _WITHOUT_EFFECT: dict[str, tuple[float, ...]] = {

@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-from kvprobe.gguf_header import Header, Tensor
+from kvprobe.models.gguf_header import Header, Tensor
 
 
 def join(header: Header, into: Path) -> None:

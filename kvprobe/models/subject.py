@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvprobe import models
 from kvprobe.errors import KvprobeError
-from kvprobe.models import Loaded
+from kvprobe.models import loading
+from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.text import passages
 from kvprobe.text.passages import Bos, Passage, Text
@@ -56,7 +56,7 @@ def prepare(
         raise ValueError(f"tokens must be at least 2, got {tokens}")
     # the text first: a wrong file name should not wait for a model to load
     read = passages.read_text(text, n_bytes=None if tokens is None else passages.enough(tokens), progress=progress)
-    loaded = models.load(model, dtype=dtype, device=None if device == "auto" else device, progress=progress)
+    loaded = loading.load(model, dtype=dtype, device=None if device == "auto" else device, progress=progress)
     whole = None
     if tokens is None:
         progress(f"tokenising {read.name}", 0, None)

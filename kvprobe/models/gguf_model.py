@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvprobe import gguf_rope
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.gguf_families import FAMILIES, NOT_CAUSAL, OTHERS, SOFTCAPS, Family
-from kvprobe.gguf_header import Header, Skipped, Tensor, read_whole, shown
-from kvprobe.gguf_vocabulary import check_vocabulary
+from kvprobe.models import gguf_rope
+from kvprobe.models.gguf_families import FAMILIES, NOT_CAUSAL, OTHERS, SOFTCAPS, Family
+from kvprobe.models.gguf_header import Header, Skipped, Tensor, read_whole, shown
+from kvprobe.models.gguf_vocabulary import check_vocabulary
 
 MOST_LAYERS = 10_000
 _INSTEAD = "take the model's own safetensors"

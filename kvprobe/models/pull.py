@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvprobe.convert import convert
 from kvprobe.errors import KvprobeError
-from kvprobe.gguf_model import describe
+from kvprobe.models.gguf_convert import convert
+from kvprobe.models.gguf_model import describe
 from kvprobe.progress import Progress, silent
 from kvprobe.store import (
     MANIFEST,
@@ -180,8 +180,8 @@ def pull(name: str, *, progress: Progress = silent) -> Path:
 def convert_once(gguf: Path, *, progress: Progress = silent) -> Path:
     """The ordinary directory of any GGUF file: made at its first use, found by the file's SHA-256 ever after.
 
-    Of a split file any part is given, and all of them count. Raises KvprobeError as `kvprobe.convert.convert` does,
-    for what the header shows before the file is read.
+    Of a split file any part is given, and all of them count. Raises KvprobeError as
+    `kvprobe.models.gguf_convert.convert` does, for what the header shows before the file is read.
     """
     converted = home() / "gguf"
     check_writable(converted / "new", instead="set KVPROBE_HOME to a directory that can be written")

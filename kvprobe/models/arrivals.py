@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.headers import Tensor
+from kvprobe.models.headers import Tensor
 
 # what transformers itself turns back into floating numbers while it loads, and needs no other package for
 DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
