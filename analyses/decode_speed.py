@@ -31,7 +31,7 @@ from analyses.timing import in_ms
 from kvprobe import fast
 from kvprobe.bench import BUFFER_BYTES, readers
 from kvprobe.busy import Watch, cores
-from kvprobe.decoder import Decoder, from_hf
+from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.generate import stream
 from kvprobe.models import loading

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from analyses.common import keep, script, show
 from kvprobe.attention.call import AttentionCall
-from kvprobe.config import DecoderConfig
-from kvprobe.decoder import Decoder
+from kvprobe.decoder.config import DecoderConfig
+from kvprobe.decoder.model import Decoder
 from kvprobe.experiments.cache import find_shape
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, Row, run_record

@@ -25,7 +25,7 @@ from analyses.common import PUBLISHED_GPT, keep, load, script, show
 from analyses.gqa import KV_HEADS
 from analyses.identity import Identity, check_reference, identify
 from kvprobe.console import progress_bar
-from kvprobe.decoder import from_hf
+from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments import lowrank
 from kvprobe.models.loading import Loaded

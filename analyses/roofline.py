@@ -19,7 +19,7 @@ import click
 
 from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.console import progress_bar
-from kvprobe.decoder import Decoder, from_hf
+from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.experiments import latency
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, Row

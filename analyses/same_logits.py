@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from analyses.common import keep, load, script, show
-from kvprobe.config import DecoderConfig, Rotary
 from kvprobe.console import progress_bar
-from kvprobe.decoder import Decoder, from_hf
+from kvprobe.decoder.config import DecoderConfig, Rotary
+from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, Row, run_record
 from kvprobe.training import seeded

@@ -21,7 +21,7 @@ from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe.busy import Watch, cores
 from kvprobe.cells import config_of
-from kvprobe.config import DecoderConfig
+from kvprobe.decoder.config import DecoderConfig
 from kvprobe.results.result import Result, run_record
 from kvprobe.text.corpus import Corpus
 from kvprobe.training import Plan, seeded, train

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from kvprobe.config import DecoderConfig, Rotary
-from kvprobe.decoder import Decoder
+from kvprobe.decoder.config import DecoderConfig, Rotary
+from kvprobe.decoder.model import Decoder
+from kvprobe.decoder.pool_kv_heads import share_heads
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row, run_record, write_whole
 from kvprobe.shape.parameters import attention_parameters
-from kvprobe.sharing import share_heads
 from kvprobe.snapshot import Snapshot, fingerprint
 from kvprobe.store import alone, disk_error
 from kvprobe.text.corpus import Corpus

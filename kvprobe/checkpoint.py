@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvprobe.caches import RollingCache
+from kvprobe.caches.kv_cache import RollingCache
 from kvprobe.errors import KvprobeError
 from kvprobe.snapshot import Kind, Snapshot, fingerprint
 from kvprobe.store import alone

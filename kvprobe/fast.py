@@ -19,10 +19,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from kvprobe import linear
 from kvprobe.attention.call import AttentionCall
-from kvprobe.caches import FullCache, KVCache, RollingCache
-from kvprobe.decoder import MLP, Attend, Attention, Block, Decoder, DecoderConfig, Norm
+from kvprobe.caches.kv_cache import FullCache, KVCache, RollingCache
+from kvprobe.decoder import linear
+from kvprobe.decoder.model import MLP, Attend, Attention, Block, Decoder, DecoderConfig, Norm
 
 Kind = Literal["auto", "numba", "torch"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvprobe import fast
-from kvprobe.caches import KVCache
-from kvprobe.decoder import Decoder
+from kvprobe.caches.kv_cache import KVCache
+from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError
 
 

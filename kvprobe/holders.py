@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.bench import check_memory
-from kvprobe.caches import CacheShape, FullCache, KVCache, RollingCache
+from kvprobe.caches.kv_cache import CacheShape, FullCache, KVCache, RollingCache
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.held import measure
 from kvprobe.models.loading import Loaded

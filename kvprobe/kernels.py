@@ -277,7 +277,7 @@ def _gated(piece: Any, table: Any, vectors: int, step: int, outs: int, zero: Any
 
 @compiled
 def _slot(length: int, n_sink: int, slots: int) -> int:
-    """Where the cache keeps the token of this index (kvprobe.caches: sinks, then a ring)."""
+    """Where the cache keeps the token of this index (kvprobe.caches.kv_cache: sinks, then a ring)."""
     return length if length < n_sink else n_sink + (length - n_sink) % (slots - n_sink)
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvprobe import fast
 from kvprobe.bench import Clock, Timing, check_memory, device_clock, timed
 from kvprobe.busy import Watch
-from kvprobe.caches import KVCache
-from kvprobe.decoder import Decoder
+from kvprobe.caches.kv_cache import KVCache
+from kvprobe.decoder.model import Decoder
 from kvprobe.generate import prefill
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row

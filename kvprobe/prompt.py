@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe import prompt_kernels as k
-from kvprobe.caches import KVCache
-from kvprobe.config import Rotary
-from kvprobe.decoder import Block, Decoder
+from kvprobe.caches.kv_cache import KVCache
+from kvprobe.decoder.config import Rotary
+from kvprobe.decoder.model import Block, Decoder
 from kvprobe.fast import one_thread, unreadable
 from kvprobe.team import Arena, Team, vector_of
 from kvprobe.tickets import TOTAL

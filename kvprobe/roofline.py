@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kvprobe.decoder import Decoder
+    from kvprobe.decoder.model import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from kvprobe.caches import Positions, RollingCache
+from kvprobe.caches.kv_cache import Positions, RollingCache
 from kvprobe.checkpoint import Standing, State, Stretch
-from kvprobe.decoder import Decoder
+from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvprobe import tickets
-from kvprobe.decoder import Norm
+from kvprobe.decoder.model import Norm
 
 # takes pieces until none is left: (table, number of the thread, zeros of the stored types)
 Work = Callable[..., None]

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvprobe.config import DecoderConfig
-from kvprobe.decoder import Decoder
+from kvprobe.decoder.config import DecoderConfig
+from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
 from kvprobe.snapshot import Snapshot

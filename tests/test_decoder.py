@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from kvprobe.attention.masks import window_keep
 from kvprobe.attention.seam import attending
-from kvprobe.decoder import Decoder, DecoderConfig, Rotary, from_hf
+from kvprobe.decoder.model import Decoder, DecoderConfig, Rotary, from_hf
 from kvprobe.errors import UnsupportedModelError
 from tiny import tiny_ids, tiny_model
 

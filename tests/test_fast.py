@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvprobe import fast
 from kvprobe.attention.call import AttentionCall
-from kvprobe.caches import FullCache
-from kvprobe.decoder import Decoder, DecoderConfig, Rotary, from_hf
+from kvprobe.caches.kv_cache import FullCache
+from kvprobe.decoder.model import Decoder, DecoderConfig, Rotary, from_hf
 from kvprobe.generate import Sampling, decode, generate, prefill, stream
 from test_decoder import FAMILIES, VARIANTS, rope_decoder
 from tiny import tiny_ids, tiny_model

@@ -9,7 +9,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvprobe.decoder import from_hf
+from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.generate import Generation, Sampling, decode, generate, left_padded, pieces, prefill, stream
 from test_decoder import FAMILIES, rope_decoder

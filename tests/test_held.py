@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvprobe.caches import CacheShape, FullCache, RollingCache
+from kvprobe.caches.kv_cache import CacheShape, FullCache, RollingCache
 from kvprobe.held import Held, allocated, held, measure, tensors_of
 from kvprobe.holders import fused_views, own_shape, rolling_bytes, rows
 from kvprobe.models.loading import Loaded

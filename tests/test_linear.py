@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvprobe import linear
-from kvprobe.decoder import from_hf
-from kvprobe.linear import LINEARS, fastest
+from kvprobe.decoder import linear
+from kvprobe.decoder.linear import LINEARS, fastest
+from kvprobe.decoder.model import from_hf
 from test_decoder import FAMILIES, rope_decoder
 from tiny import tiny_ids, tiny_model
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprobe import fast, generate, linear
-from kvprobe.decoder import DecoderConfig, from_hf
+from kvprobe import fast, generate
+from kvprobe.decoder import linear
+from kvprobe.decoder.model import DecoderConfig, from_hf
 from test_decoder import FAMILIES, VARIANTS, rope_decoder
 from test_fast import close, drawn_config, in_bfloat16, random_decoder, rounding, same_memory
 from tiny import tiny_ids, tiny_model

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from kvprobe.decoder import from_hf
-from kvprobe.sharing import share_heads
+from kvprobe.decoder.model import from_hf
+from kvprobe.decoder.pool_kv_heads import share_heads
 from test_decoder import rope_decoder
 from tiny import tiny_ids, tiny_model
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kvprobe.checkpoint import Standing, State, Stretch, identity
-from kvprobe.decoder import from_hf
+from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.streaming import Plan, rows, stream
 from kvprobe.windows import windowed

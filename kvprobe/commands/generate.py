@@ -9,8 +9,8 @@ import click
 from kvprobe.cli import COUNT, common, load_model
 
 if TYPE_CHECKING:
-    from kvprobe.caches import KVCache
-    from kvprobe.decoder import Decoder
+    from kvprobe.caches.kv_cache import KVCache
+    from kvprobe.decoder.model import Decoder
     from kvprobe.generate import Generation
 
 DEFAULT_SINKS = 4
@@ -65,7 +65,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
     from kvprobe import busy, fast
     from kvprobe.console import emit, notice, progress_bar
-    from kvprobe.decoder import from_hf
+    from kvprobe.decoder.model import from_hf
     from kvprobe.generate import Generation, Sampling, pieces, stream
     from kvprobe.results.result import Result, run_record, write_whole
     from kvprobe.results.visible import harmless

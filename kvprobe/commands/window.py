@@ -131,7 +131,7 @@ def _stream(model: str, options: dict[str, Any]) -> None:
 
     from kvprobe.checkpoint import State, identity
     from kvprobe.console import emit, notice, progress_bar
-    from kvprobe.decoder import from_hf
+    from kvprobe.decoder.model import from_hf
     from kvprobe.experiments import window
     from kvprobe.store import home
     from kvprobe.streaming import Plan, check

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvprobe.cells import Cell, Shelf, config_of, finish_all, shape_row
-from kvprobe.decoder import Decoder, from_hf
+from kvprobe.decoder.model import Decoder, from_hf
+from kvprobe.decoder.pool_kv_heads import share_heads
 from kvprobe.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.errors import KvprobeError
 from kvprobe.models.subject import Subject
@@ -18,7 +19,6 @@ from kvprobe.results.phrases import PUBLISHED, interval_of, passage_of, training
 from kvprobe.results.result import Result, Row, run_record
 from kvprobe.scoring import check_score_from, default_block_length, nll, paired_interval, perplexity
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
-from kvprobe.sharing import share_heads
 from kvprobe.text.corpus import Corpus
 from kvprobe.training import Plan, check
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from kvprobe import bench, busy
-from kvprobe.decoder import from_hf
+from kvprobe.decoder.model import from_hf
 from kvprobe.latency import PHASES, Bench
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent

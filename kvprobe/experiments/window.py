@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from kvprobe.checkpoint import State
-from kvprobe.decoder import Decoder
+from kvprobe.decoder.model import Decoder
 from kvprobe.models.subject import Subject
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import change_of, interval_of, passage_of
@@ -70,8 +70,8 @@ def run(
 def stream(subject: Subject, decoder: Decoder, plan: Plan, *, state: State, progress: Progress = silent) -> Result:
     """The whole passage once through a rolling cache: a row a result (:func:`kvprobe.streaming.stream`).
 
-    ``decoder`` is the subject's model (:func:`kvprobe.decoder.from_hf`). It goes on where ``state`` stands and leaves
-    it at the end, for whoever has kept the result to remove. Raises as ``streaming.stream`` does.
+    ``decoder`` is the subject's model (:func:`kvprobe.decoder.model.from_hf`). It goes on where ``state`` stands and
+    leaves it at the end, for whoever has kept the result to remove. Raises as ``streaming.stream`` does.
     """
     results = read_stream(decoder, subject.input_ids[0], plan, state=state, progress=progress)
     standing = state.read()

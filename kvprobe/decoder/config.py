@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from kvprobe.attention.rope import Rope
-from kvprobe.caches import CacheShape
+from kvprobe.caches.kv_cache import CacheShape
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kvprobe.decoder import Decoder
+from kvprobe.decoder.model import Decoder
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 

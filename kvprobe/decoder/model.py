@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvprobe.attention.call import AttentionCall
-from kvprobe.caches import FullCache, KVCache, Positions, RollingCache
-from kvprobe.config import DecoderConfig, Rotary
-from kvprobe.weights import config_of, load_weights
+from kvprobe.caches.kv_cache import FullCache, KVCache, Positions, RollingCache
+from kvprobe.decoder.config import DecoderConfig, Rotary
+from kvprobe.decoder.weights import config_of, load_weights
 
 __all__ = ["Decoder", "DecoderConfig", "Rotary", "from_hf"]
 

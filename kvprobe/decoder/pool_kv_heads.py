@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvprobe.decoder import Attention, Decoder
+from kvprobe.decoder.model import Attention, Decoder
 
 
 @torch.no_grad()

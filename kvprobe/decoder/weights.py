@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvprobe.config import DecoderConfig, Rotary
+from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.errors import UnsupportedModelError
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text")
