@@ -26,13 +26,13 @@ from analyses.common import keep, script
 from kvprobe.console import emit, notice, progress_bar
 from kvprobe.errors import KvprobeError
 from kvprobe.models.subject import Subject, prepare
+from kvprobe.probes.losses import default_block_length, paired_interval, perplexity
+from kvprobe.probes.truncation import BasisKind, Sweep, sweep
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import fitted_to
 from kvprobe.results.result import Result, Row, run_record
-from kvprobe.scoring import default_block_length, paired_interval, perplexity
 from kvprobe.text import passages
 from kvprobe.text.passages import Passage, Text
-from kvprobe.truncation import BasisKind, Sweep, sweep
 
 BASES: tuple[BasisKind, ...] = ("oracle", "prefix", "heldout")
 PARTS = (2, 4, 6, 8, 12)

@@ -22,11 +22,11 @@ from analyses.timing import compare
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.seam import attending
 from kvprobe.busy import Watch
-from kvprobe.lowrank import View, fit, gram_vectors
 from kvprobe.models.subject import prepare
+from kvprobe.probes.losses import token_losses
+from kvprobe.probes.lowrank import View, fit, gram_vectors
+from kvprobe.probes.truncation import fit_layers, sweep, truncating
 from kvprobe.results.result import Result, Row, run_record
-from kvprobe.scoring import token_losses
-from kvprobe.truncation import fit_layers, sweep, truncating
 
 GPT2_SIZE = "gpt2-size"
 SWEEP = 8

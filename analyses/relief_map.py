@@ -19,9 +19,9 @@ from analyses.common import script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import relief
 from kvprobe.models.subject import prepare
+from kvprobe.probes.truncation import BasisKind
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
-from kvprobe.truncation import BasisKind
 
 
 def run(

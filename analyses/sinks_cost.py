@@ -19,9 +19,9 @@ import torch
 
 from analyses.common import script, show
 from analyses.timing import compare
-from kvprobe import mass
 from kvprobe.busy import Watch
 from kvprobe.models.subject import Subject, prepare
+from kvprobe.probes import mass
 from kvprobe.results.result import Result, run_record
 
 GIB = 1 << 30

@@ -19,9 +19,9 @@ from analyses.common import script, show
 from kvprobe.console import progress_bar
 from kvprobe.experiments import window
 from kvprobe.models.subject import prepare
+from kvprobe.probes.windows import SinkChoice
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
-from kvprobe.windows import SinkChoice
 
 CHOICES: tuple[SinkChoice, ...] = ("first", "random", "heaviest")
 

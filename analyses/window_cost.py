@@ -15,9 +15,9 @@ from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe.busy import Watch
 from kvprobe.models.subject import Subject, prepare
+from kvprobe.probes.losses import token_losses
+from kvprobe.probes.windows import check, recompute_losses, windowed
 from kvprobe.results.result import Result, run_record
-from kvprobe.scoring import token_losses
-from kvprobe.windows import check, recompute_losses, windowed
 
 WINDOWS = (64, 256, 512)
 RECOMPUTE_WINDOW = 128

@@ -123,7 +123,7 @@ def capture(
 def token0_mass(model: "nn.Module", input_ids: "Tensor", queries_from: int = 64) -> "Tensor":
     """Mean attention weight on token 0: float32 ``[n_layers, n_heads]``, without ever holding a map.
 
-    See :func:`kvprobe.mass.token0_mass`, and :func:`kvprobe.mass.measure` for any position.
+    See :func:`kvprobe.probes.mass.token0_mass`, and :func:`kvprobe.probes.mass.measure` for any position.
 
     >>> import kvprobe
     >>> subject = kvprobe.prepare("smollm2-135m", tokens=128)
@@ -131,7 +131,7 @@ def token0_mass(model: "nn.Module", input_ids: "Tensor", queries_from: int = 64)
     >>> tuple(mass.shape)
     (30, 9)
     """
-    from kvprobe import mass
+    from kvprobe.probes import mass
 
     return mass.token0_mass(model, input_ids, queries_from)
 

@@ -23,10 +23,10 @@ from kvprobe.caches.kv_cache import Positions, RollingCache
 from kvprobe.checkpoint import Standing, State, Stretch
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.probes.losses import check_score_from, nll
+from kvprobe.probes.windows import check_window, describe_sinks
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
-from kvprobe.scoring import check_score_from, nll
-from kvprobe.windows import check_window, describe_sinks
 
 # positions whose logits are held at once
 LOGITS = 256
@@ -139,8 +139,8 @@ def rows(
 ) -> list[Row]:
     """One row a result: the mean loss up to ``at_token``, and ``stretch_loss``, that since the result before.
 
-    The fields of :func:`kvprobe.windows.grid` are all there. ``delta`` and its interval are null: the untouched pass
-    they compare with does not exist for a text longer than the model. No family that streams has sink logits.
+    The fields of :func:`kvprobe.probes.windows.grid` are all there. ``delta`` and its interval are null: the untouched
+    pass they compare with does not exist for a text longer than the model. No family that streams has sink logits.
     """
     found = []
     for (window, n_sink), stretches in zip(plan.cells, results, strict=True):

@@ -11,7 +11,7 @@ from kvprobe.experiments import gqa
 from kvprobe.experiments.gqa import Protocol
 from kvprobe.models import loading
 from kvprobe.plots import gqa as plot
-from kvprobe.scoring import token_losses
+from kvprobe.probes.losses import token_losses
 from kvprobe.text.passages import encode, read_text
 from kvprobe.training import Plan
 

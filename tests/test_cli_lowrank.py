@@ -35,7 +35,7 @@ def test_json_is_one_document_with_the_fields_and_the_run(run, tiny_llama):
 
 def test_the_library_gives_the_same_numbers(run, tiny_llama):
     from kvprobe.models.subject import prepare
-    from kvprobe.truncation import sweep
+    from kvprobe.probes.truncation import sweep
 
     found = document(run(tiny_llama, "--tokens", 96, "--rank", 6, "--of", "k", "--stage", "pre_rope",
                          "--basis", "prefix", "--center", "--allocate", "energy", "--score-from", 40,

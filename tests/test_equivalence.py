@@ -1,7 +1,7 @@
 import pytest
 from scipy import stats
 
-from kvprobe.equivalence import mean_interval, paired, tost
+from kvprobe.probes.equivalence import mean_interval, paired, tost
 
 SAMPLES = {
     "near zero": [0.01, -0.02, 0.015, 0.0],

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from conftest import write_random
-from kvprobe import mass
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments import cache, gqa, latency, lowrank, memory, relief, sinks, window
-from kvprobe.experiments.quantised import quantising, stored
 from kvprobe.models.subject import prepare
+from kvprobe.probes import mass
+from kvprobe.probes.losses import token_losses
+from kvprobe.probes.quantised import quantising, stored
 from kvprobe.results import phrases
 from kvprobe.results.result import Result
-from kvprobe.scoring import token_losses
 
 
 @pytest.fixture(scope="module")

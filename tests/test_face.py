@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import kvprobe
-from kvprobe import mass
 from kvprobe.attention import seam
 from kvprobe.models import loading, subject
+from kvprobe.probes import mass
 from kvprobe.results import result
 
 ORIGINALS = {

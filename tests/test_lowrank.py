@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvprobe.attention.seam import attending
-from kvprobe.lowrank import (
+from kvprobe.probes.lowrank import (
     View,
     allocate,
     effective_rank,

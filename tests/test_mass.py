@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from kvprobe import mass
 from kvprobe.attention.seam import capture
 from kvprobe.errors import KvprobeError
+from kvprobe.probes import mass
 from tiny import HOOKED, WINDOW, tiny_model
 
 LENGTH = 24

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvprobe.errors import KvprobeError
-from kvprobe.scoring import check_score_from, default_block_length, nll, paired_interval, perplexity, token_losses
+from kvprobe.probes.losses import check_score_from, default_block_length, nll, paired_interval, perplexity, token_losses
 from tiny import HOOKED, tiny_ids, tiny_model
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvprobe import mass, windows
 from kvprobe.attention import rope_finding
 from kvprobe.attention.arguments import read_call
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.masks import window_keep
 from kvprobe.attention.seam import attending, capture, rope_of
 from kvprobe.errors import KvprobeError, NotIntercepted, UnsupportedModelError
-from kvprobe.lowrank import View
+from kvprobe.probes import mass, windows
+from kvprobe.probes.lowrank import View
 from tiny import SPECIAL, WINDOW, tiny_ids, tiny_model
 
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "minimax_m3_vl_text")

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from kvprobe.checkpoint import Standing, State, Stretch, identity
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.probes.windows import windowed
 from kvprobe.streaming import Plan, rows, stream
-from kvprobe.windows import windowed
 from test_decoder import rope_decoder
 from tiny import tiny_ids, tiny_model
 
@@ -316,7 +316,7 @@ def test_a_loss_that_is_not_finite_names_the_first_layer_and_is_not_kept(tmp_pat
 
 @pytest.mark.smollm2
 def test_on_smollm2_a_stream_is_the_mask(smollm2):
-    from kvprobe.scoring import token_losses
+    from kvprobe.probes.losses import token_losses
     from kvprobe.text import passages
 
     ids = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=128).ids

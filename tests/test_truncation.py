@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.lowrank import View, storage
-from kvprobe.scoring import token_losses
-from kvprobe.truncation import fit_layers, spectra, spectrum_rows, sweep, tokens_fitted, truncating
+from kvprobe.probes.losses import token_losses
+from kvprobe.probes.lowrank import View, storage
+from kvprobe.probes.truncation import fit_layers, spectra, spectrum_rows, sweep, tokens_fitted, truncating
 from tiny import HOOKED, tiny_ids, tiny_model
 
 T = 80

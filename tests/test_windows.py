@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvprobe import windows
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.masks import window_keep
 from kvprobe.attention.rope import Rope
 from kvprobe.attention.seam import attending, rope_of
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.scoring import token_losses
+from kvprobe.probes import windows
+from kvprobe.probes.losses import token_losses
 from kvprobe.shape.spec import Spec
 from tiny import HOOKED, WINDOW, tiny_ids, tiny_model
 

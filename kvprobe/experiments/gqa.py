@@ -11,13 +11,13 @@ from torch import Tensor
 from kvprobe.cells import Cell, Shelf, config_of, finish_all, shape_row
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.decoder.pool_kv_heads import share_heads
-from kvprobe.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.errors import KvprobeError
 from kvprobe.models.subject import Subject
+from kvprobe.probes.equivalence import Equivalence, mean_interval, paired, tost
+from kvprobe.probes.losses import check_score_from, default_block_length, nll, paired_interval, perplexity
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import PUBLISHED, interval_of, passage_of, training_of
 from kvprobe.results.result import Result, Row, run_record
-from kvprobe.scoring import check_score_from, default_block_length, nll, paired_interval, perplexity
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.text.corpus import Corpus
 from kvprobe.training import Plan, check
@@ -161,9 +161,9 @@ def summary(rows: Sequence[Row], *, margin: float, n_heads: int = N_HEADS) -> li
     """A row a head count: mean best loss over seeds with its 95 % t-interval, and its difference to multi-head.
 
     The difference is paired by seed, over the ``n_pairs`` seeds that both have, with its 90 % interval, the p-value and
-    the verdict of :func:`kvprobe.equivalence.tost`. All of these are None for multi-head itself and without a pair.
-    ``best_steps`` are where the best losses were reached, first and last of the seeds; ``last`` is the mean loss after
-    the last step.
+    the verdict of :func:`kvprobe.probes.equivalence.tost`. All of these are None for multi-head itself and without a
+    pair. ``best_steps`` are where the best losses were reached, first and last of the seeds; ``last`` is the mean loss
+    after the last step.
     """
     of_heads: dict[int, list[Row]] = {}
     for row in rows:

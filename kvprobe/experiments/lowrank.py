@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from kvprobe.lowrank import Of, Stage
 from kvprobe.models.subject import Subject
+from kvprobe.probes.lowrank import Of, Stage
+from kvprobe.probes.truncation import Allocation, BasisKind, spectrum_rows, sweep
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of
 from kvprobe.results.result import Result, run_record
 from kvprobe.text import passages
 from kvprobe.text.passages import Passage, Text
-from kvprobe.truncation import Allocation, BasisKind, spectrum_rows, sweep
 
 STAGES: tuple[Stage, ...] = ("post_rope", "pre_rope")
 
@@ -33,7 +33,7 @@ def run(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Result:
-    """The untruncated pass, then a row a rank: loss, interval, energy and bytes (:func:`kvprobe.truncation.sweep`).
+    """The untruncated pass, then a row a rank: loss, interval, energy and bytes (:func:`kvprobe.probes.truncation.sweep`).
 
     ``fit_text`` is for the basis ``heldout`` alone; without it, or where it begins as the passage does, that is fitted
     to later tokens of the same text, as many as the passage has and next to it. ``score_from`` defaults to half of the
@@ -96,7 +96,7 @@ def spectrum(
 ) -> Result:
     """What rank each layer has, from one untruncated pass: a row a stage, layer and rank; ``spectrum`` in the record.
 
-    The fields are those of :func:`kvprobe.truncation.spectrum_rows`, which is also where to read what is raised.
+    The fields are those of :func:`kvprobe.probes.truncation.spectrum_rows`, which is also where to read what is raised.
     """
     started = time.perf_counter()
     progress("spectrum", 0, None)

@@ -11,16 +11,16 @@ from typing import Any
 
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.experiments import lowrank, window
-from kvprobe.experiments.quantised import check_bits, quantising
 from kvprobe.holders import own_shape
 from kvprobe.models.subject import Subject
+from kvprobe.probes.losses import default_block_length, paired_interval, perplexity, token_losses
+from kvprobe.probes.quantised import check_bits, quantising
+from kvprobe.probes.truncation import BasisKind
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of
 from kvprobe.results.result import Result, Row, run_record
-from kvprobe.scoring import default_block_length, paired_interval, perplexity, token_losses
 from kvprobe.shape.cache_bytes import Bill, bill
 from kvprobe.shape.spec import Spec
-from kvprobe.truncation import BasisKind
 
 BASES: tuple[BasisKind, ...] = ("oracle", "heldout")
 

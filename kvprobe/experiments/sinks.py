@@ -3,8 +3,8 @@
 import time
 from dataclasses import replace
 
-from kvprobe import mass
 from kvprobe.models.subject import Subject
+from kvprobe.probes import mass
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import passage_of
 from kvprobe.results.result import Result, run_record
@@ -20,7 +20,7 @@ def run(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Result:
-    """A row a layer (:meth:`kvprobe.mass.Mass.layer_rows`), the mass of its heads in ``head_mass``.
+    """A row a layer (:meth:`kvprobe.probes.mass.Mass.layer_rows`), the mass of its heads in ``head_mass``.
 
     ``control`` reads ids that mean nothing instead of the passage (:func:`kvprobe.text.passages.control`). The record
     has ``mass`` and ``sink_rate`` over all layers and heads. Raises ValueError for ``queries_from`` outside the passage

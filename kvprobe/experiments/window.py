@@ -7,13 +7,13 @@ from dataclasses import asdict
 from kvprobe.checkpoint import State
 from kvprobe.decoder.model import Decoder
 from kvprobe.models.subject import Subject
+from kvprobe.probes.losses import default_block_length
+from kvprobe.probes.windows import Positions, SinkChoice, describe_local_layers, grid
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import change_of, interval_of, passage_of
 from kvprobe.results.result import Result, run_record
-from kvprobe.scoring import default_block_length
 from kvprobe.streaming import Plan, rows
 from kvprobe.streaming import stream as read_stream
-from kvprobe.windows import Positions, SinkChoice, describe_local_layers, grid
 
 
 def run(
@@ -28,7 +28,7 @@ def run(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Result:
-    """The untouched pass, then a row for each window and number of sinks (:func:`kvprobe.windows.grid`).
+    """The untouched pass, then a row for each window and number of sinks (:func:`kvprobe.probes.windows.grid`).
 
     ``sinks`` default to 0, 1 and 4; with the choice ``bos`` to none and the BOS, and to none where positions are
     ``recompute``. ``score_from`` defaults to half of the passage. Raises as ``grid`` does.

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.errors import KvprobeError
-from kvprobe.lowrank import (
+from kvprobe.probes.losses import check_score_from, default_block_length, paired_interval, perplexity, token_losses
+from kvprobe.probes.lowrank import (
     Basis,
     Of,
     Stage,
@@ -41,7 +42,6 @@ from kvprobe.lowrank import (
 )
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
-from kvprobe.scoring import check_score_from, default_block_length, paired_interval, perplexity, token_losses
 
 if TYPE_CHECKING:
     from kvprobe.attention.seam import Attend

@@ -1,7 +1,7 @@
 """What rank do a layer's keys and values have, which bases cut them to a smaller one, and what would that store?
 
 One matrix a layer: ``[length, width]``, a row a token, the heads side by side, keys before values. What this costs a
-model in loss is measured by :mod:`kvprobe.truncation`.
+model in loss is measured by :mod:`kvprobe.probes.truncation`.
 """
 
 from collections.abc import Mapping

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.masks import window_keep
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.probes.losses import check_score_from, nll, paired_interval, perplexity, token_losses
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
-from kvprobe.scoring import check_score_from, nll, paired_interval, perplexity, token_losses
 from kvprobe.shape.spec import Spec
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ def recompute_losses(
 ) -> Tensor:
     """Loss of every target after ``score_from``, each from a fresh pass over the last ``window`` tokens before it.
 
-    ``input_ids`` ``[length]``. The first ``n_front`` of them (the BOS) stand before every window; positions begin at
-    0 in every pass. Returns float64 ``[n_targets]`` in nat, as :func:`kvprobe.scoring.token_losses`, and raises as
+    ``input_ids`` ``[length]``. The first ``n_front`` of them (the BOS) stand before every window; positions begin at 0
+    in every pass. Returns float64 ``[n_targets]`` in nat, as :func:`kvprobe.probes.losses.token_losses`, and raises as
     it does. Passes are batched, about ``batch_tokens`` tokens at once.
     """
     check_window(window)
@@ -223,7 +223,7 @@ def choose_sinks(
     if choice == "random":
         drawn = torch.randperm(score_from - 1, generator=torch.Generator().manual_seed(seed))[:n_sink] + 1
         return tuple(sorted(drawn.tolist()))
-    from kvprobe.mass import measure
+    from kvprobe.probes.mass import measure
 
     mass = measure(model, input_ids[None, :score_from], queries_from=0, positions=True)
     assert mass.share is not None
