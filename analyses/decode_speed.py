@@ -28,12 +28,12 @@ from torch import Tensor
 
 from analyses.common import script, show
 from analyses.timing import in_ms
-from kvprobe import fast
 from kvprobe.bench import BUFFER_BYTES, readers
 from kvprobe.busy import Watch, cores
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.errors import KvprobeError
-from kvprobe.generate import stream
+from kvprobe.generation import engines
+from kvprobe.generation.generate import stream
 from kvprobe.models import loading
 from kvprobe.models.random_weights import load_random
 from kvprobe.models.subject import prepare
@@ -111,11 +111,14 @@ def _ways(
             _hugging_face, loaded.model, ids, n_new, static=True, compiled=True
         )
     used: dict[str, dict[str, Any]] = {"readers": {}, "steps": {}, "start_up_s": {}}
-    kinds: dict[str, fast.Kind] = {"ours, torch": "torch", "ours, fastest": "auto"}
+    kinds: dict[str, engines.Kind] = {"ours, torch": "torch", "ours, fastest": "auto"}
     for way, kind in kinds.items():
         cache = decoder.full_cache(ids.shape[1] + n_new)
         started = time.perf_counter()
-        reader, step = fast.reader(decoder, cache, ids.shape[1], kind=kind), fast.stepper(decoder, cache, kind=kind)
+        reader, step = (
+            engines.reader(decoder, cache, ids.shape[1], kind=kind),
+            engines.stepper(decoder, cache, kind=kind),
+        )
         used["start_up_s"][way] = round(time.perf_counter() - started, 3)
         used["readers"][way], used["steps"][way] = reader.name, step.name
         ways[way] = partial(_ours, decoder, ids, n_new, cache, reader, step)
@@ -158,7 +161,7 @@ def _hugging_face(model: Any, ids: Tensor, n_new: int, *, static: bool = False, 
 
 
 def _ours(
-    decoder: Decoder, ids: Tensor, n_new: int, cache: Any, reader: fast.Reader, step: fast.Stepper
+    decoder: Decoder, ids: Tensor, n_new: int, cache: Any, reader: engines.Reader, step: engines.Stepper
 ) -> list[float]:
     steps = stream(decoder, ids.tolist(), max_new_tokens=n_new, cache=cache, reader=reader, stepper=step)
     return [each.ms / 1000 for each in steps]

@@ -28,7 +28,7 @@ from kvprobe.experiments.cache import find_shape
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, Row, run_record
 from kvprobe.shape.parameters import attention_parameters
-from kvprobe.training import seeded
+from kvprobe.training.loop import seeded
 
 KV_HEADS = (8, 4, 2, 1)
 TOKENS = 32

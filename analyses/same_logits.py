@@ -20,7 +20,7 @@ from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, Row, run_record
-from kvprobe.training import seeded
+from kvprobe.training.loop import seeded
 
 VOCAB = 97
 

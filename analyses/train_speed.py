@@ -4,7 +4,7 @@
     python -m analyses.train_speed
 
 A way's time is one step of the published small GPT at batch 64 of 128 tokens, optimizer included: ours is
-``kvprobe.training.train``; transformers' is ``LlamaForCausalLM`` of the same shape, the whole batch at once and
+``kvprobe.training.loop.train``; transformers' is ``LlamaForCausalLM`` of the same shape, the whole batch at once and
 AdamW as torch gives it, and once more with our loop's two habits, parts of the batch and the fused optimizer. The
 ratio of a way is its time to ours in the same turn. Goal: the plain loop at 1.2 or more, and never below 1.
 """
@@ -24,7 +24,7 @@ from kvprobe.cells import config_of
 from kvprobe.decoder.config import DecoderConfig
 from kvprobe.results.result import Result, run_record
 from kvprobe.text.corpus import Corpus
-from kvprobe.training import Plan, seeded, train
+from kvprobe.training.loop import Plan, seeded, train
 
 OURS = "kvprobe"
 PLAIN = "transformers, plain loop"

@@ -235,7 +235,7 @@ def _numpy_dot(part: Any) -> object:
 def _our_dots() -> Callable[[Any], object] | None:
     """The very kernel of the compiled decode step, with rows as wide as those of a small model; None without numba."""
     try:
-        from kvprobe import kernels
+        from kvprobe.native import decode_kernels
     except ImportError:
         return None
     width = 1024
@@ -244,7 +244,7 @@ def _our_dots() -> Callable[[Any], object] | None:
     def dots(part: Any) -> object:
         n_rows = len(part) // width
         out = np.empty(n_rows, np.float32)
-        kernels._dots(part.ctypes.data, 4, n_rows, width, vector, out, zero)
+        decode_kernels._dots(part.ctypes.data, 4, n_rows, width, vector, out, zero)
         return out
 
     return dots
@@ -279,8 +279,8 @@ def _multipliers(dtype: torch.dtype, device: torch.device, width: int) -> dict[s
 def _our_tiles(width: int) -> Callable[[], object] | None:
     """The very product of a compiled prompt, by torch's number of threads, in float32; None without numba."""
     try:
-        from kvprobe.prompt_kernels import multiply
-        from kvprobe.tiles import BLOCK, TILE_ROWS
+        from kvprobe.native.prefill_kernels import multiply
+        from kvprobe.native.tiles import BLOCK, TILE_ROWS
     except ImportError:
         return None
     n_threads, n_blocks, n_tiles = torch.get_num_threads(), -(-width // BLOCK), -(-width // TILE_ROWS)

@@ -22,10 +22,10 @@ from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row, run_record, write_whole
 from kvprobe.shape.parameters import attention_parameters
-from kvprobe.snapshot import Snapshot, fingerprint
 from kvprobe.store import alone, disk_error
 from kvprobe.text.corpus import Corpus
-from kvprobe.training import Plan, restore_weights, seeded, train, validate, weights_of
+from kvprobe.training.checkpoint import Snapshot, fingerprint
+from kvprobe.training.loop import Plan, restore_weights, seeded, train, validate, weights_of
 
 FORMAT = 1
 UPTRAINED = ("loss_before", "loss_pooled", "uptrain_steps", "loss_after")

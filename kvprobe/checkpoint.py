@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvprobe.caches.kv_cache import RollingCache
 from kvprobe.errors import KvprobeError
-from kvprobe.snapshot import Kind, Snapshot, fingerprint
 from kvprobe.store import alone
+from kvprobe.training.checkpoint import Kind, Snapshot, fingerprint
 
 STREAM = Kind(
     key="kvprobe stream",
@@ -84,7 +84,7 @@ def identity(record: Mapping[str, Any], input_ids: Tensor, settings: Mapping[str
 
 @dataclass(frozen=True)
 class State:
-    """A file from which a killed stream goes on: sums and cache in one :class:`kvprobe.snapshot.Snapshot`.
+    """A file from which a killed stream goes on: sums and cache in one :class:`kvprobe.training.checkpoint.Snapshot`.
 
     ``identity`` is what the file must have been written for. Raises KvprobeError as a snapshot does.
     """

@@ -203,7 +203,7 @@ def passage_options(command: Command) -> Command:
 
 
 def checked_first(command: Command, *, weights: bool = True) -> Command:
-    """Refuses a model by its files' headers (`kvprobe.models.loading.check`) before ``command`` imports what takes long."""
+    """Refuses a model by its files' headers (`kvprobe.models.loading.check`) before anything slow is imported."""
 
     @functools.wraps(command)
     def checked(*arguments: Any, **options: Any) -> Any:

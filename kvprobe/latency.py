@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe import fast
 from kvprobe.bench import Clock, Timing, check_memory, device_clock, timed
 from kvprobe.busy import Watch
 from kvprobe.caches.kv_cache import KVCache
 from kvprobe.decoder.model import Decoder
-from kvprobe.generate import prefill
+from kvprobe.generation import engines
+from kvprobe.generation.generate import prefill
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
 from kvprobe.roofline import Ceilings, Shape, Work, total
@@ -76,9 +76,9 @@ class Bench:
     """How to time a decoder.
 
     At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``compiled`` reads
-    prompts and decodes the fastest way there is (:mod:`kvprobe.fast`), otherwise by the decoder as it stands. What the
-    first of each kind took is in ``start_ups``, notes on why a step is not the fastest in ``notes``, what else ran in
-    ``watch``: all fill as rows are timed.
+    prompts and decodes the fastest way there is (:mod:`kvprobe.generation.engines`), otherwise by the decoder as it
+    stands. What the first of each kind took is in ``start_ups``, notes on why a step is not the fastest in ``notes``,
+    what else ran in ``watch``: all fill as rows are timed.
     """
 
     decoder: Decoder
@@ -207,17 +207,17 @@ class Bench:
         timing = Timing((taken * n_new / samples,))
         yield whole(phase="end_to_end_naive", step="torch", timing=timing, works=works)
 
-    def _reader(self, cache: KVCache, n_tokens: int) -> fast.Reader:
+    def _reader(self, cache: KVCache, n_tokens: int) -> engines.Reader:
         """The way to read prompts; what making it ready took is start-up where it is the first of its kind."""
         started = time.perf_counter()
-        reader = fast.reader(self.decoder, cache, n_tokens, kind="auto" if self.compiled else "torch")
+        reader = engines.reader(self.decoder, cache, n_tokens, kind="auto" if self.compiled else "torch")
         if reader.name != "torch":
             self.start_ups.setdefault(f"{reader.name} reader", time.perf_counter() - started)
         return reader
 
-    def _stepper(self, cache: KVCache, token: Tensor) -> fast.Stepper:
+    def _stepper(self, cache: KVCache, token: Tensor) -> engines.Stepper:
         """A step on ``cache``, after its first run; what both took is start-up where it is the first of its kind."""
-        step = fast.stepper(self.decoder, cache, kind="auto" if self.compiled else "torch")
+        step = engines.stepper(self.decoder, cache, kind="auto" if self.compiled else "torch")
         started = self._clock()
         step.step(token)
         self.start_ups.setdefault(f"{step.name} step", step.start_up_s + self._clock() - started)

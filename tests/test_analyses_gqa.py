@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 
 from analyses import gqa as study
 from analyses import train_speed
-from kvprobe import training
 from kvprobe.cells import FORMAT, Cell, Shelf, config_of, finish_all, shape_row
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments.gqa import QUICK, Protocol, cells, sentences, summary, words_of
 from kvprobe.results.result import Result
-from kvprobe.snapshot import Snapshot
 from kvprobe.text.corpus import LETTERS, Corpus, characters
 from kvprobe.text.texts import Text
-from kvprobe.training import Plan, gradients, seeded, train, validate
+from kvprobe.training import loop
+from kvprobe.training.checkpoint import Snapshot
+from kvprobe.training.loop import Plan, gradients, seeded, train, validate
 
 TINY = Protocol(n_layers=1, width=16, length=8, n_train=40, n_valid=8, plan=Plan(steps=3, batch=4, validate_every=2))
 WORDS = "it was the best of times it was the worst of times "
@@ -158,7 +158,7 @@ def test_models_of_one_seed_read_the_same_batches_in_the_same_order(monkeypatch)
             seen.append(windows)
             return gradients(decoder, windows, plan)
 
-        monkeypatch.setattr(training, "gradients", watch)
+        monkeypatch.setattr(loop, "gradients", watch)
         train(seeded(config_of(n_kv_heads, vocab=28, length=8, n_layers=1, width=16), seed=4), corpus(), TINY.plan)
     assert len(read[8]) == TINY.plan.steps
     assert all(torch.equal(one, other) for one, other in zip(read[8], read[1], strict=True))

@@ -329,7 +329,7 @@ def test_on_smollm2_the_rolling_loss_is_the_masks_token_by_token(smollm2, positi
 @pytest.mark.slow
 @pytest.mark.smollm2
 def test_20_000_tokens_cost_the_last_tenth_what_the_first_one_did(smollm2):
-    from kvprobe.generate import Sampling, stream
+    from kvprobe.generation.generate import Sampling, stream
 
     decoder = from_hf(smollm2.model)
     cache = decoder.rolling_cache(256, n_sink=4, positions="cache")

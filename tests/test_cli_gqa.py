@@ -13,7 +13,7 @@ from kvprobe.models import loading
 from kvprobe.plots import gqa as plot
 from kvprobe.probes.losses import token_losses
 from kvprobe.text.passages import encode, read_text
-from kvprobe.training import Plan
+from kvprobe.training.loop import Plan
 
 FIELDS = ["n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token"]
 OF_TRAINING = ["best_step", "last_val_loss"]

@@ -8,11 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprobe import fast
 from kvprobe.attention.call import AttentionCall
 from kvprobe.caches.kv_cache import FullCache
 from kvprobe.decoder.model import Decoder, DecoderConfig, Rotary, from_hf
-from kvprobe.generate import Sampling, decode, generate, prefill, stream
+from kvprobe.generation import engines
+from kvprobe.generation.generate import Sampling, decode, generate, prefill, stream
 from test_decoder import FAMILIES, VARIANTS, rope_decoder
 from tiny import tiny_ids, tiny_model
 
@@ -22,9 +22,9 @@ LENGTH = 40
 
 
 def numba(decoder, cache, **options):
-    from kvprobe.compiled import NumbaStep
+    from kvprobe.native.decode_program import NumbaStep
 
-    assert fast.obstacle(decoder, cache) is None
+    assert engines.obstacle(decoder, cache) is None
     return NumbaStep(decoder, cache, **options)
 
 
@@ -41,7 +41,7 @@ def same_memory(cache, other, atol=2e-5):
 def side_by_side(decoder, make, ids, *, switch=(), atol=2e-5):
     """Logits of every token from both steps, each on its own cache; at `switch` they exchange caches."""
     ours, theirs = make(), make()
-    steps = {id(cache): (numba(decoder, cache), fast.TorchStep(decoder, cache)) for cache in (ours, theirs)}
+    steps = {id(cache): (numba(decoder, cache), engines.TorchStep(decoder, cache)) for cache in (ours, theirs)}
     for i, token in enumerate(ids.T):
         if i in switch:
             ours, theirs = theirs, ours
@@ -246,7 +246,7 @@ def test_a_bfloat16_cache_holds_what_torch_would_round(positions):
 def test_bfloat16_rounding_is_torchs_in_every_case():
     from numba import njit
 
-    from kvprobe.machine import at, narrow, wide
+    from kvprobe.native.intrinsics import at, narrow, wide
 
     @njit
     def convert(source, target, back, count):
@@ -314,38 +314,38 @@ def test_the_step_is_chosen_and_says_why_not():
     one, two = decoder.full_cache(9), decoder.full_cache(9, batch=2)
     two.pads = torch.tensor([0, 1])
     for cache in (one, two):
-        chosen = fast.stepper(decoder, cache)
+        chosen = engines.stepper(decoder, cache)
         assert (chosen.name, chosen.note) == ("numba", None)
         assert chosen.start_up_s > 0
-    plain = fast.stepper(decoder, one, kind="torch")
+    plain = engines.stepper(decoder, one, kind="torch")
     assert (plain.name, plain.note, plain.start_up_s) == ("torch", None, 0.0)
     half = from_config(decoder, torch.float16)
     expected = {
-        "attention is replaced": fast.stepper(decoder, one, attend=AttentionCall.attend),
-        "float32 or bfloat16, not float16": fast.stepper(half, half.full_cache(9)),
+        "attention is replaced": engines.stepper(decoder, one, attend=AttentionCall.attend),
+        "float32 or bfloat16, not float16": engines.stepper(half, half.full_cache(9)),
     }
     for words, step in expected.items():
         assert step.name == "torch"
         assert words in step.note
     with pytest.raises(ValueError, match="numba cannot be used: it reads float32"):
-        fast.stepper(half, half.full_cache(9), kind="numba")
+        engines.stepper(half, half.full_cache(9), kind="numba")
     with pytest.raises(ValueError, match="auto, numba or torch, got 'jit'"):
-        fast.stepper(decoder, one, kind="jit")
+        engines.stepper(decoder, one, kind="jit")
 
 
 def test_without_numba_the_torch_step_says_so_and_works(monkeypatch):
-    monkeypatch.setattr(fast, "find_spec", lambda name: None)
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
     decoder, ids = rope_decoder(), tiny_ids(3)
-    step = fast.stepper(decoder, decoder.full_cache(3))
+    step = engines.stepper(decoder, decoder.full_cache(3))
     assert step.name == "torch"
     assert "numba is not installed" in step.note
     close(torch.stack([step.step(ids[:, i]) for i in range(3)], dim=1), decoder(ids))
 
 
 def test_a_numba_that_does_not_fit_is_as_good_as_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvprobe.compiled", None)
+    monkeypatch.setitem(sys.modules, "kvprobe.native.decode_program", None)
     decoder = rope_decoder()
-    step = fast.stepper(decoder, decoder.full_cache(1))
+    step = engines.stepper(decoder, decoder.full_cache(1))
     assert step.name == "torch"
     assert "numba cannot be imported" in step.note
 
@@ -357,7 +357,7 @@ def test_a_substituted_attention_is_called_by_the_torch_step():
         layers.append(call.layer)
         return call.attend()
 
-    step = fast.stepper(decoder, decoder.full_cache(2), attend=watch)
+    step = engines.stepper(decoder, decoder.full_cache(2), attend=watch)
     step.step(ids[:, 0])
     assert layers == [0, 1]
 
@@ -367,7 +367,7 @@ def test_overflow_is_refused_before_anything_is_written(kind):
     decoder, ids = rope_decoder(max_positions=12), tiny_ids(14)
     for capacity, n_fed, words in ((5, 5, "holds 5 of 5 tokens"), (20, 12, "13 tokens are more than the model's 12")):
         cache = decoder.full_cache(capacity)
-        step = fast.stepper(decoder, cache, kind=kind)
+        step = engines.stepper(decoder, cache, kind=kind)
         for i in range(n_fed):
             step.step(ids[:, i])
         before = [buffer.clone() for buffer in cache._buffers()]
@@ -435,7 +435,7 @@ def test_padding_that_is_none_leaves_the_cache_as_it_was(pads):
     step = numba(decoder, cache)
     prefill(decoder, ids[:, :4], cache)
     cache.pads = pads
-    for feed in (step.step, fast.TorchStep(decoder, cache).step):
+    for feed in (step.step, engines.TorchStep(decoder, cache).step):
         with pytest.raises(ValueError, match="pads must be 2 whole numbers"):
             feed(ids[:, 4])
     cache.pads = None
@@ -455,9 +455,9 @@ def test_prompts_that_are_refused_leave_no_padding_behind():
 
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_an_interrupt_in_the_middle_of_a_step_costs_that_step_alone(monkeypatch, n_threads):
-    from kvprobe import kernels
+    from kvprobe.native import decode_kernels
 
-    decoder, ids, work = rope_decoder(), tiny_ids(6), kernels.work
+    decoder, ids, work = rope_decoder(), tiny_ids(6), decode_kernels.work
     expected = decoder(ids)
 
     def interrupted(table, thread, *kinds):
@@ -496,7 +496,7 @@ def test_a_cache_of_another_model_is_refused():
     decoder, other = rope_decoder(n_kv_heads=4), rope_decoder(n_kv_heads=1)
     for kind in ("auto", "numba"):
         with pytest.raises(ValueError, match="the cache is of another model"):
-            fast.stepper(decoder, other.full_cache(5), kind=kind)
+            engines.stepper(decoder, other.full_cache(5), kind=kind)
 
 
 @pytest.mark.parametrize("token", [torch.tensor([1.0]), torch.tensor([True]), torch.tensor([1], dtype=torch.uint8)])
@@ -572,7 +572,7 @@ def test_torch_keeps_its_threads():
     try:
         for _ in stream(decoder, [[1, 2, 3]], max_new_tokens=4, step="numba"):
             assert torch.get_num_threads() == 2
-        with fast.one_thread(fast.stepper(decoder, decoder.full_cache(1))):
+        with engines.one_thread(engines.stepper(decoder, decoder.full_cache(1))):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
     finally:
@@ -582,7 +582,7 @@ def test_torch_keeps_its_threads():
 def test_the_interface_waits_for_numba():
     import subprocess
 
-    code = "import sys, kvprobe.fast, kvprobe.generate; sys.exit('numba' in sys.modules)"
+    code = "import sys, kvprobe.generation.engines, kvprobe.generation.generate; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

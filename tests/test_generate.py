@@ -11,7 +11,7 @@ from transformers import (
 
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError
-from kvprobe.generate import Generation, Sampling, decode, generate, left_padded, pieces, prefill, stream
+from kvprobe.generation.generate import Generation, Sampling, decode, generate, left_padded, pieces, prefill, stream
 from test_decoder import FAMILIES, rope_decoder
 from tiny import tiny_ids, tiny_model
 

@@ -11,17 +11,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprobe import fast, generate
 from kvprobe.decoder import linear
 from kvprobe.decoder.model import DecoderConfig, from_hf
+from kvprobe.generation import engines, generate
 from test_decoder import FAMILIES, VARIANTS, rope_decoder
 from test_fast import close, drawn_config, in_bfloat16, random_decoder, rounding, same_memory
 from tiny import tiny_ids, tiny_model
 
 pytest.importorskip("numba")
 
-from kvprobe import kernels, prompt, prompt_kernels, tiles
-from kvprobe.team import Arena
+from kvprobe.native import decode_kernels, prefill_kernels, prefill_program, tiles
+from kvprobe.native.workers import Arena
 
 # one layer of two with a window of its own
 CONFIG = DecoderConfig(
@@ -33,15 +33,15 @@ LENGTHS = (1, 2, 7, 8, 9, 23, 24, 25, 32, 33, 55)
 
 
 def compiled(decoder, cache, **options):
-    assert fast.obstacle(decoder, cache) is None
-    return prompt.NumbaReader(decoder, cache, **options)
+    assert engines.obstacle(decoder, cache) is None
+    return prefill_program.NumbaReader(decoder, cache, **options)
 
 
 def both_read(decoder, parts, *, atol=2e-5, reference=None, **options):
     """One prompt in parts, by the compiled reader and by torch, each into its own cache of the same size."""
     batch, capacity = parts[0].shape[0], sum(part.shape[1] for part in parts)
     ours, theirs = (decoder.full_cache(capacity, batch=batch) for _ in range(2))
-    reader, expected = compiled(decoder, ours, **options), fast.TorchReader(reference or decoder, theirs)
+    reader, expected = compiled(decoder, ours, **options), engines.TorchReader(reference or decoder, theirs)
     for part in parts:
         close(reader.read(part), expected.read(part), atol)
         same_memory(ours, theirs, atol)
@@ -61,7 +61,7 @@ def test_a_prompt_in_parts_goes_on_where_it_stood(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_long_prompt_is_read_in_goes(family, monkeypatch):
-    monkeypatch.setattr(prompt, "TOKENS_AT_ONCE", 2 * tiles.BLOCK)
+    monkeypatch.setattr(prefill_program, "TOKENS_AT_ONCE", 2 * tiles.BLOCK)
     both_read(from_hf(tiny_model(family)), [tiny_ids(150, batch=3)])
 
 
@@ -84,8 +84,8 @@ def test_random_decoders_agree(data):
 def test_bfloat16_is_no_farther_from_the_numbers_it_stands_for_than_torchs(family):
     low, high = in_bfloat16(from_hf(tiny_model(family)))
     ids = tiny_ids(60)
-    exact = fast.TorchReader(high, high.full_cache(60)).read(ids)
-    theirs = fast.TorchReader(low, low.full_cache(60)).read(ids)
+    exact = engines.TorchReader(high, high.full_cache(60)).read(ids)
+    theirs = engines.TorchReader(low, low.full_cache(60)).read(ids)
     ours = compiled(low, low.full_cache(60)).read(ids)
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
@@ -129,7 +129,7 @@ def test_nothing_is_written_beside_a_buffer(data, guarded):
     for buffers in (cache.keys, cache.values):
         buffers[:] = [floats(None, buffer.numel(), buffer.dtype).view_as(buffer) for buffer in buffers]
     compiled(decoder, cache, n_threads=draw(st.integers(1, 3))).read(tiny_ids(length, batch=batch))
-    fast.stepper(decoder, cache, kind="numba").step(torch.zeros(batch, dtype=torch.long))
+    engines.stepper(decoder, cache, kind="numba").step(torch.zeros(batch, dtype=torch.long))
     check()
 
 
@@ -137,14 +137,14 @@ def test_a_bfloat16_cache_is_widened_and_nothing_else():
     low, _ = in_bfloat16(rope_decoder(n_kv_heads=2))
     ours, theirs = low.full_cache(60), low.full_cache(60)
     compiled(low, ours).read(tiny_ids(60))
-    fast.TorchReader(low, theirs).read(tiny_ids(60))
+    engines.TorchReader(low, theirs).read(tiny_ids(60))
     # both rounded once from nearly the same
     torch.testing.assert_close(ours.keys[0], theirs.keys[0], atol=1e-2, rtol=2**-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_piece_begins_before_what_it_reads_is_written_and_what_it_overwrites_is_read(family):
-    k, decoder = prompt_kernels, from_hf(tiny_model(family))
+    k, decoder = prefill_kernels, from_hf(tiny_model(family))
     plan = compiled(decoder, decoder.full_cache(60))._plan
     plan.enter(0, torch.zeros(60, decoder.config.hidden), torch.arange(60), past=0)
     rows = plan.rows
@@ -169,8 +169,8 @@ def test_no_row_beyond_a_matrix_is_read():
     """A matrix up to the last byte of a page, and the next page locked: in a process of its own, which would die."""
     code = """
 import ctypes, mmap, numpy as np
-from kvprobe.machine import compiled
-from kvprobe.tiles import BLOCK, NARROW_ROWS, narrow_tile, tile
+from kvprobe.native.intrinsics import compiled
+from kvprobe.native.tiles import BLOCK, NARROW_ROWS, narrow_tile, tile
 
 @compiled
 def multiply(narrow, matrix, line, n_rows, width, block, out):
@@ -209,7 +209,7 @@ def test_threads_change_no_bit(n_threads):
 def test_steps_go_on_from_what_was_read_and_reading_from_steps():
     decoder, ids = rope_decoder(), tiny_ids(80)
     cache = decoder.full_cache(80)
-    reader, step, expected = compiled(decoder, cache), fast.stepper(decoder, cache, kind="numba"), decoder(ids)
+    reader, step, expected = compiled(decoder, cache), engines.stepper(decoder, cache, kind="numba"), decoder(ids)
     close(decoder.logits(reader.read(ids[:, :40])), expected[:, 39])
     close(step.step(ids[:, 40]), expected[:, 40])
     close(decoder.logits(reader.read(ids[:, 41:79])), expected[:, 78])
@@ -226,11 +226,11 @@ def test_a_cache_that_is_emptied_starts_again():
 
 
 def test_the_reader_is_chosen_by_what_it_can_and_what_is_faster(monkeypatch):
-    monkeypatch.setattr(fast, "compiled_reads_faster", lambda dtype, n_threads: True)
+    monkeypatch.setattr(engines, "compiled_reads_faster", lambda dtype, n_threads: True)
     decoder = from_hf(tiny_model("gemma3_text"))
 
     def chosen(cache, n_tokens=64, **options):
-        return fast.reader(decoder, cache, n_tokens, **options).name
+        return engines.reader(decoder, cache, n_tokens, **options).name
 
     assert chosen(decoder.full_cache(80)) == "numba"
     assert chosen(decoder.full_cache(80), kind="torch") == "torch"
@@ -245,12 +245,12 @@ def test_the_reader_is_chosen_by_what_it_can_and_what_is_faster(monkeypatch):
     used = decoder.full_cache(80)
     decoder(tiny_ids(30), cache=used)
     assert chosen(used, n_tokens=50) == "torch"
-    monkeypatch.setattr(fast, "compiled_reads_faster", lambda dtype, n_threads: False)
+    monkeypatch.setattr(engines, "compiled_reads_faster", lambda dtype, n_threads: False)
     assert chosen(decoder.full_cache(80)) == "torch"
     assert chosen(decoder.full_cache(80), kind="numba") == "numba"
     with pytest.raises(ValueError, match="auto, numba or torch, got 'jit'"):
         chosen(decoder.full_cache(80), kind="jit")
-    monkeypatch.setattr(fast, "find_spec", lambda name: None)
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
     assert chosen(decoder.full_cache(80)) == "torch"
     with pytest.raises(ValueError, match="numba cannot be used: numba is not installed"):
         chosen(decoder.full_cache(80), kind="numba")
@@ -259,15 +259,15 @@ def test_the_reader_is_chosen_by_what_it_can_and_what_is_faster(monkeypatch):
 def test_what_compiled_code_would_pass_by_is_an_obstacle():
     decoder = rope_decoder()
     cache = decoder.full_cache(80)
-    assert fast.obstacle(decoder, cache) is None
+    assert engines.obstacle(decoder, cache) is None
     handle = decoder.blocks[0].mlp.register_forward_hook(lambda *_: None)
-    assert fast.obstacle(decoder, cache) == "blocks.0.mlp has hooks"
+    assert engines.obstacle(decoder, cache) == "blocks.0.mlp has hooks"
     handle.remove()
     with torch.autocast("cpu", torch.bfloat16):
-        assert fast.obstacle(decoder, cache) == "autocast is on"
+        assert engines.obstacle(decoder, cache) == "autocast is on"
     decoder.blocks[1].mlp.up = torch.nn.Sequential(decoder.blocks[1].mlp.up)
-    assert fast.obstacle(decoder, cache) == "blocks.1.mlp.up is a Sequential"
-    assert fast.reader(decoder, cache, 70).name == fast.stepper(decoder, cache).name == "torch"
+    assert engines.obstacle(decoder, cache) == "blocks.1.mlp.up is a Sequential"
+    assert engines.reader(decoder, cache, 70).name == engines.stepper(decoder, cache).name == "torch"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,16 +281,18 @@ def test_what_is_faster_is_measured(dtype, monkeypatch):
 
     from time import sleep
 
-    for slower, faster in ((fast.TorchReader, True), (prompt.NumbaReader, False)):
+    for slower, faster in ((engines.TorchReader, True), (prefill_program.NumbaReader, False)):
         with monkeypatch.context() as patch:
             patch.setattr(slower, "read", delayed(slower.read))
-            assert fast.compiled_reads_faster.__wrapped__(dtype, 1) is faster
+            assert engines.compiled_reads_faster.__wrapped__(dtype, 1) is faster
 
 
 @pytest.mark.parametrize("step", ["numba", "torch"])
 def test_prefill_and_generation_use_it_and_give_the_same(step, monkeypatch):
-    read, used = prompt.NumbaReader.read, []
-    monkeypatch.setattr(prompt.NumbaReader, "read", lambda self, ids: used.append(ids.shape) or read(self, ids))
+    read, used = prefill_program.NumbaReader.read, []
+    monkeypatch.setattr(
+        prefill_program.NumbaReader, "read", lambda self, ids: used.append(ids.shape) or read(self, ids)
+    )
     decoder, ids = rope_decoder(), tiny_ids(90)
     made = generate.generate(decoder, ids.tolist(), max_new_tokens=6, step=step)
     naive = generate.generate(decoder, ids.tolist(), max_new_tokens=6, naive=True)
@@ -316,7 +318,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         assert not any(buffer.any() for buffer in cache._buffers())
     close(compiled(decoder, small).read(tiny_ids(30)), decoder.body(tiny_ids(30))[:, -1])
     with pytest.raises(ValueError, match="of another model"):
-        prompt.NumbaReader(rope_decoder(n_kv_heads=1), small)
+        prefill_program.NumbaReader(rope_decoder(n_kv_heads=1), small)
 
 
 def test_what_it_cannot_do_later_is_refused_and_not_done_wrong():
@@ -327,14 +329,14 @@ def test_what_it_cannot_do_later_is_refused_and_not_done_wrong():
     with pytest.raises(ValueError, match="a ring of the cache would roll"):
         reader.read(tiny_ids(20))
     # the step goes on where the reader cannot
-    fast.TorchReader(decoder, ring).read(tiny_ids(20))
+    engines.TorchReader(decoder, ring).read(tiny_ids(20))
     cache = decoder.full_cache(60)
     reader = compiled(decoder, cache)
     cache.pads = torch.tensor([2])
     with pytest.raises(ValueError, match="takes no padding"):
         reader.read(tiny_ids(20))
     with pytest.raises(ValueError, match="does not know the cache RollingCache"):
-        prompt.NumbaReader(decoder, decoder.rolling_cache(30))
+        prefill_program.NumbaReader(decoder, decoder.rolling_cache(30))
     cache.reset()
     decoder.norm.weight.data = decoder.norm.weight.data.clone()
     with pytest.raises(ValueError, match="make a new reader"):
@@ -347,15 +349,15 @@ def test_the_default_dtype_and_device_are_nobodys_business(dtype):
     decoder, ids = random_decoder(CONFIG), tiny_ids(40)
     caches = [decoder.full_cache(40) for _ in range(4)]
     expected = compiled(decoder, caches[0]).read(ids[:, :39])
-    logits = fast.stepper(decoder, caches[0], kind="numba").step(ids[:, 39])
+    logits = engines.stepper(decoder, caches[0], kind="numba").step(ids[:, 39])
     torch.set_default_dtype(dtype)
     try:
         assert torch.equal(compiled(decoder, caches[1]).read(ids[:, :39]), expected)
-        assert torch.equal(fast.stepper(decoder, caches[1], kind="numba").step(ids[:, 39]), logits)
+        assert torch.equal(engines.stepper(decoder, caches[1], kind="numba").step(ids[:, 39]), logits)
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.device("meta"):
-        assert fast.compiled_reads_faster.__wrapped__(torch.float32, 1) in (True, False)
+        assert engines.compiled_reads_faster.__wrapped__(torch.float32, 1) in (True, False)
         reader = compiled(decoder, caches[2])
     assert torch.equal(reader.read(ids[:, :39]), expected)
 
@@ -389,7 +391,11 @@ def test_a_second_thread_is_refused_and_changes_nothing():
 def test_what_an_interrupt_left_is_not_written_into_what_comes_after():
     decoder, ids = rope_decoder(), tiny_ids(120)
     cache = decoder.full_cache(70)
-    reader, other, step = compiled(decoder, cache), compiled(decoder, cache), fast.stepper(decoder, cache, kind="numba")
+    reader, other, step = (
+        compiled(decoder, cache),
+        compiled(decoder, cache),
+        engines.stepper(decoder, cache, kind="numba"),
+    )
 
     for one, run in ((reader, lambda: reader.read(ids[:, :50])), (step, lambda: step.step(ids[:, 0]))):
         work = one._team._work
@@ -459,19 +465,19 @@ def test_matrices_are_the_models_own_memory():
 
 def test_the_ceilings_product_is_the_product():
     matrix, blocks, out = torch.randn(132, 33), torch.randn(3, 33, tiles.BLOCK), torch.zeros(3, 132, tiles.BLOCK)
-    prompt_kernels.multiply(matrix.data_ptr(), 132, 33, blocks.data_ptr(), 3, out.data_ptr())
+    prefill_kernels.multiply(matrix.data_ptr(), 132, 33, blocks.data_ptr(), 3, out.data_ptr())
     torch.testing.assert_close(out, matrix @ blocks, atol=1e-4, rtol=1e-4)
 
 
 def test_machine_code_is_made_anew_when_what_it_is_made_of_changes():
     # numba looks at the one file alone in which a function stands that it keeps
-    folder = Path(kernels.__file__).parent
+    folder = Path(decode_kernels.__file__).parent
     sources = {path.stem: path.read_text() for path in folder.glob("*.py")}
     keep = [name for name, text in sources.items() if re.search(r"^@compiled", text, re.MULTILINE)]
-    assert {"kernels", "prompt_kernels"} <= {*keep}
+    assert {"decode_kernels", "prefill_kernels"} <= {*keep}
     # in the order of who imports whom, since the one's own mark is part of what the other is made of
     for name in sorted(keep, key=lambda name: "kernels" in name):
-        parts = sorted(set(re.findall(r"^from kvprobe\.(\w+) import", sources[name], re.MULTILINE)))
+        parts = sorted(set(re.findall(r"^from kvprobe\.native\.(\w+) import", sources[name], re.MULTILINE)))
         wanted = hashlib.sha256("".join(sources[part] for part in parts).encode()).hexdigest()[:12]
         (found,) = re.findall(r'^MADE_OF = "(\w+)"$', sources[name], re.MULTILINE)
         assert found == wanted, f"MADE_OF of {name} must be {wanted}"

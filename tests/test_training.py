@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvprobe import training
 from kvprobe.attention.call import AttentionCall
 from kvprobe.cells import config_of
 from kvprobe.errors import KvprobeError
-from kvprobe.snapshot import Snapshot
 from kvprobe.text.corpus import Corpus
-from kvprobe.training import Plan, gradients, seeded, train, validate
+from kvprobe.training import loop
+from kvprobe.training.checkpoint import Snapshot
+from kvprobe.training.loop import Plan, gradients, seeded, train, validate
 
 CONFIG = config_of(2, vocab=11, length=8, n_layers=2, n_heads=4, width=16)
 PLAN = Plan(steps=7, batch=6, micro_batch=4, validate_every=3, seed=1)
@@ -68,7 +68,7 @@ def test_killed_at_any_step_and_resumed_ends_with_the_same_bits(tmp_path, killed
 
 
 def test_a_minute_without_a_snapshot_is_long_enough(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "SNAPSHOT_SECONDS", -1.0)
+    monkeypatch.setattr(loop, "SNAPSHOT_SECONDS", -1.0)
 
     def kill(_what, done, *_):
         if done == 3:
@@ -245,7 +245,7 @@ def test_a_loss_that_is_not_finite_is_named_with_its_step_and_the_decoder_left_i
 
 
 def test_a_validation_that_is_not_finite_is_named_too(monkeypatch):
-    monkeypatch.setattr(training, "validate", lambda *_: float("nan"))
+    monkeypatch.setattr(loop, "validate", lambda *_: float("nan"))
     with pytest.raises(KvprobeError, match=r"the validation loss is not finite at step 2 \(rate 0"):
         train(seeded(CONFIG, seed=0), corpus(), replace(PLAN, validate_every=2))
 

@@ -11,7 +11,7 @@ from kvprobe.cli import COUNT, common, load_model
 if TYPE_CHECKING:
     from kvprobe.caches.kv_cache import KVCache
     from kvprobe.decoder.model import Decoder
-    from kvprobe.generate import Generation
+    from kvprobe.generation.generate import Generation
 
 DEFAULT_SINKS = 4
 MOST_PROMPT = 1 << 24
@@ -63,10 +63,11 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
     import time
 
-    from kvprobe import busy, fast
+    from kvprobe import busy
     from kvprobe.console import emit, notice, progress_bar
     from kvprobe.decoder.model import from_hf
-    from kvprobe.generate import Generation, Sampling, pieces, stream
+    from kvprobe.generation import engines
+    from kvprobe.generation.generate import Generation, Sampling, pieces, stream
     from kvprobe.results.result import Result, run_record, write_whole
     from kvprobe.results.visible import harmless
     from kvprobe.text import passages
@@ -87,8 +88,8 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     ids = passage.ids.tolist()
     cache = _cache(decoder, ids, options)
     start_up = time.perf_counter()
-    stepper = None if cache is None else fast.stepper(decoder, cache)
-    reader = None if cache is None else fast.reader(decoder, cache, len(ids), chunk=cache.window)
+    stepper = None if cache is None else engines.stepper(decoder, cache)
+    reader = None if cache is None else engines.reader(decoder, cache, len(ids), chunk=cache.window)
     start_up_s = 0.0 if cache is None else time.perf_counter() - start_up
     if stepper is not None and stepper.note is not None:
         notice(stepper.note, quiet=options["quiet"])
@@ -182,7 +183,7 @@ def _cache(decoder: "Decoder", ids: list[int], options: dict[str, Any]) -> "KVCa
     if options["no_cache"]:
         return None
     if options["window"] is None:
-        from kvprobe.generate import tokens_fed
+        from kvprobe.generation.generate import tokens_fed
 
         needed = tokens_fed([ids], options["max_new_tokens"])
         decoder.check_length(needed)

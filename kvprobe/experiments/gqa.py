@@ -20,7 +20,7 @@ from kvprobe.results.phrases import PUBLISHED, interval_of, passage_of, training
 from kvprobe.results.result import Result, Row, run_record
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.text.corpus import Corpus
-from kvprobe.training import Plan, check
+from kvprobe.training.loop import Plan, check
 
 N_HEADS = 8
 MARGIN = 0.05

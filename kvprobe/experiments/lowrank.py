@@ -33,7 +33,7 @@ def run(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Result:
-    """The untruncated pass, then a row a rank: loss, interval, energy and bytes (:func:`kvprobe.probes.truncation.sweep`).
+    """The untruncated pass, then a row a rank: loss, interval, energy and bytes (`kvprobe.probes.truncation.sweep`).
 
     ``fit_text`` is for the basis ``heldout`` alone; without it, or where it begins as the passage does, that is fitted
     to later tokens of the same text, as many as the passage has and next to it. ``score_from`` defaults to half of the

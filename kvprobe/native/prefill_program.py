@@ -1,8 +1,9 @@
 """How is the reading of a prompt laid out for the kernels? Phases of a table of addresses, and blocks of tokens.
 
-The decoder's own matrices and the cache's own buffers, as in :mod:`kvprobe.compiled`; vectors lie in blocks of tokens
-(:mod:`kvprobe.prompt_kernels`), as many tokens at once as `TOKENS_AT_ONCE`, so that they do not grow with the prompt.
-Whoever changes weights in place need do nothing; whoever gives them other memory makes a new reader.
+The decoder's own matrices and the cache's own buffers, as in :mod:`kvprobe.native.decode_program`; vectors lie in
+blocks of tokens (:mod:`kvprobe.native.prefill_kernels`), as many tokens at once as `TOKENS_AT_ONCE`, so that they do
+not grow with the prompt. Whoever changes weights in place need do nothing; whoever gives them other memory makes a new
+reader.
 """
 
 from typing import Any
@@ -11,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvprobe import prompt_kernels as k
 from kvprobe.caches.kv_cache import KVCache
 from kvprobe.decoder.config import Rotary
 from kvprobe.decoder.model import Block, Decoder
-from kvprobe.fast import one_thread, unreadable
-from kvprobe.team import Arena, Team, vector_of
-from kvprobe.tickets import TOTAL
-from kvprobe.tiles import BLOCK, NARROW_ROWS, TILE_ROWS
+from kvprobe.generation.engines import one_thread, unreadable
+from kvprobe.native import prefill_kernels as k
+from kvprobe.native.queue import TOTAL
+from kvprobe.native.tiles import BLOCK, NARROW_ROWS, TILE_ROWS
+from kvprobe.native.workers import Arena, Team, vector_of
 
 # 22 blocks: prompts of 512 tokens in one go
 TOKENS_AT_ONCE = 22 * BLOCK
@@ -33,8 +34,8 @@ class NumbaReader:
 
     As many threads as torch has. Beyond the decoder and the cache it holds the vectors of `TOKENS_AT_ONCE` tokens and,
     a thread, a piece of a matrix and a block's scores of a whole cache; of one in 16 bits also a head's keys and values
-    in float32. See :func:`kvprobe.fast.reader`. Raises ValueError for a cache that is no :class:`FullCache` or of
-    another model.
+    in float32. See :func:`kvprobe.generation.engines.reader`. Raises ValueError for a cache that is no
+    :class:`FullCache` or of another model.
     """
 
     name = "numba"
@@ -56,7 +57,7 @@ class NumbaReader:
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
-        """As :class:`kvprobe.fast.Reader` says.
+        """As :class:`kvprobe.generation.engines.Reader` says.
 
         Raises ValueError also for ids that are none, for padding and a ring that would roll, and for a decoder whose
         weights have been given other memory.

@@ -15,10 +15,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from kvprobe import fast
 from kvprobe.caches.kv_cache import KVCache
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError
+from kvprobe.generation import engines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def prefill(
     *,
     pads: Tensor | None = None,
     chunk: int | None = None,
-    reader: fast.Reader | None = None,
+    reader: engines.Reader | None = None,
 ) -> Tensor:
     """Read ``ids`` ``[batch, length]`` into ``cache``; return the logits after the last, ``[batch, vocab]``.
 
@@ -155,7 +155,7 @@ def prefill(
     cache.check(*ids.shape)
     if cache.pads is not None and int(cache.pads.max()) >= cache.length + ids.shape[1]:
         raise ValueError(f"a row is nothing but padding: {cache.pads.tolist()} of {ids.shape[1]} tokens")
-    reader = reader or fast.reader(decoder, cache, ids.shape[1], chunk=chunk)
+    reader = reader or engines.reader(decoder, cache, ids.shape[1], chunk=chunk)
     for part in ids.split(chunk, dim=1):
         x = reader.read(part)
     return decoder.logits(x)
@@ -165,7 +165,7 @@ def prefill(
 def decode(decoder: Decoder, token: Tensor, cache: KVCache) -> Tensor:
     """Feed one token a row, ``[batch]``, after what ``cache`` holds; return the next logits, ``[batch, vocab]``.
 
-    The readable one; :func:`kvprobe.fast.stepper` gives the fastest that does the same.
+    The readable one; :func:`kvprobe.generation.engines.stepper` gives the fastest that does the same.
     """
     return decoder.logits(decoder.body(token[:, None], cache=cache)[:, -1])
 
@@ -181,9 +181,9 @@ def stream(
     seed: int = 0,
     eos: Sequence[int] = (),
     chunk: int | None = None,
-    step: fast.Kind = "auto",
-    stepper: fast.Stepper | None = None,
-    reader: fast.Reader | None = None,
+    step: engines.Kind = "auto",
+    stepper: engines.Stepper | None = None,
+    reader: engines.Reader | None = None,
 ) -> Iterator[Step]:
     """Continue each of ``prompts`` (token ids, of any lengths), one :class:`Step` at a time.
 
@@ -209,10 +209,10 @@ def stream(
             cache.check(len(prompts), needed)
             # one token is prefill's: nothing to make ready for
             if stepper is None and max_new_tokens > 1:
-                stepper = fast.stepper(decoder, cache, kind=step)
+                stepper = engines.stepper(decoder, cache, kind=step)
             if reader is None:
                 kind = step if stepper is None or stepper.name != "torch" else "torch"
-                reader = fast.reader(decoder, cache, ids.shape[1], chunk=chunk or cache.window, kind=kind)
+                reader = engines.reader(decoder, cache, ids.shape[1], chunk=chunk or cache.window, kind=kind)
         except ValueError:
             # the padding is of these prompts, which it does not take
             cache.reset()
@@ -231,9 +231,9 @@ def generate(
     seed: int = 0,
     eos: Sequence[int] = (),
     chunk: int | None = None,
-    step: fast.Kind = "auto",
-    stepper: fast.Stepper | None = None,
-    reader: fast.Reader | None = None,
+    step: engines.Kind = "auto",
+    stepper: engines.Stepper | None = None,
+    reader: engines.Reader | None = None,
 ) -> Generation:
     """As :func:`stream`, all at once."""
     if cache is None and not naive:
@@ -310,8 +310,8 @@ def _steps(
     seed: int,
     eos: frozenset[int],
     chunk: int | None,
-    reader: fast.Reader | None,
-    stepper: fast.Stepper | None,
+    reader: engines.Reader | None,
+    stepper: engines.Stepper | None,
 ) -> Iterator[Step]:
     generator = torch.Generator(ids.device).manual_seed(seed)
     ended = [False] * ids.shape[0]
@@ -326,7 +326,7 @@ def _steps(
         else:
             assert stepper is not None
             logits = stepper.step(token)
-        with fast.one_thread(stepper):
+        with engines.one_thread(stepper):
             if not bool(logits.isfinite().all()):
                 raise KvprobeError(
                     f"the logits are not finite at dtype {logits.dtype}: try float32, or check the weights"

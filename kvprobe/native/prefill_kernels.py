@@ -1,19 +1,20 @@
 """What is the reading of a prompt in machine code? A list of phases, each cut into pieces, worked off by any threads.
 
 A prompt is bound by arithmetic: every weight meets all of its tokens. Tokens go by blocks of `BLOCK`, and whatever has
-one vector a token lies as ``[blocks, width, BLOCK]``: a product of :func:`kvprobe.tiles.tile` reads such a block and
-leaves another, of scores and of values too, so that nothing is ever turned around but keys and values on their way
-into the cache. Threads share the pieces as :mod:`kvprobe.kernels` says; what is here is exact in the same sense.
+one vector a token lies as ``[blocks, width, BLOCK]``: a product of :func:`kvprobe.native.tiles.tile` reads such a block
+and leaves another, of scores and of values too, so that nothing is ever turned around but keys and values on their way
+into the cache. Threads share the pieces as :mod:`kvprobe.native.decode_kernels` says; what is here is exact in the same
+sense.
 """
 
 from typing import Any
 
 import numpy as np
 
-from kvprobe.functions import exp, gelu, silu
-from kvprobe.machine import add, at, compiled, narrow, read, wide
-from kvprobe.tickets import DONE, LIMIT, TAKEN, TOTAL, take, wait
-from kvprobe.tiles import (
+from kvprobe.native.intrinsics import add, at, compiled, narrow, read, wide
+from kvprobe.native.math import exp, gelu, silu
+from kvprobe.native.queue import DONE, LIMIT, TAKEN, TOTAL, take, wait
+from kvprobe.native.tiles import (
     BLOCK,
     NARROW,
     NARROW_ROWS,
@@ -28,7 +29,7 @@ from kvprobe.tiles import (
 )
 
 # Of the modules of compiled functions imported here: numba keeps machine code until this very file changes.
-MADE_OF = "8e28f6f25a49"
+MADE_OF = "627e142c9e9e"
 # One phase: int64 [ROW]. Its pieces begin at `START` and need all before `NEED`; a piece is `PER` rows of a matrix and
 # of all blocks, or one block, or one block of one key/value head. Row r's number k stands at `MATRIX` + r * `ROW_STEP`
 # + k * `STEP`. The source is of `WIDTH` numbers a token; the target of `TARGET_WIDTH`, of which row 0 is `AT`.
@@ -41,8 +42,8 @@ MADE_OF = "8e28f6f25a49"
 NORMED, ADD_NORMED, PRODUCT, GATED, PLACE, ATTEND = range(6)
 # what MODE may be: how a product ends, or which activation a gate has
 STORE, ADD, GELU, SILU = range(4)
-# What all pieces share: int64 [TABLE], addresses and numbers; the first are those of kvprobe.tickets. `SCRATCH_BYTES`
-# are of one thread: a piece of a matrix in `PACKED_BYTES`, then products, or all that attention needs.
+# What all pieces share: int64 [TABLE], addresses and numbers; the first are those of kvprobe.native.queue.
+# `SCRATCH_BYTES` are of one thread: a piece of a matrix in `PACKED_BYTES`, then products, or all that attention needs.
 (
     PHASES, SCRATCH, SCRATCH_BYTES, PACKED_BYTES, WEIGHT_BYTES, CACHE_BYTES, IS_LAYER_NORM, N_HEADS, N_KV_HEADS,
     HEAD_DIM, LAYERS, NUMBERS, PAST, COUNT, SEQUENCE, TABLE,
@@ -325,7 +326,8 @@ def _normed(row: Any, table: Any, block: int, spare: int) -> None:
 def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
     """Take pieces of the tokens that stand open until none is left; thread 0 returns when all are done.
 
-    As :func:`kvprobe.kernels.work`: ``shared`` is the table, the zeros are of the types of weights and cache.
+    As :func:`kvprobe.native.decode_kernels.work`: ``shared`` is the table, the zeros are of the types of weights and
+    cache.
     """
     table = at(shared.ctypes.data, _WORD)
     limit = read(table[LIMIT])

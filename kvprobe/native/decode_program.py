@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvprobe import kernels as k
 from kvprobe.caches.kv_cache import KVCache, RollingCache
 from kvprobe.decoder.config import Rotary
 from kvprobe.decoder.model import Block, Decoder
-from kvprobe.fast import one_thread
-from kvprobe.team import Arena, Team, vector_of
-from kvprobe.tickets import TOTAL
+from kvprobe.generation.engines import one_thread
+from kvprobe.native import decode_kernels as k
+from kvprobe.native.queue import TOTAL
+from kvprobe.native.workers import Arena, Team, vector_of
 
 # What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads waiting at a phase's end.
 PIECE_BYTES = 384 * 1024
@@ -35,7 +35,7 @@ class NumbaStep:
 
     As many threads as torch has, and the batch of the cache. The logits are float32. Beyond the decoder and the cache
     it holds the plan, a row's logits and inner vectors and, a thread, scratch for a piece of each row. See
-    :func:`kvprobe.fast.stepper`. Raises ValueError for a cache that was made for another model.
+    :func:`kvprobe.generation.engines.stepper`. Raises ValueError for a cache that was made for another model.
     """
 
     name = "numba"
@@ -57,7 +57,7 @@ class NumbaStep:
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
-        """As :class:`kvprobe.fast.Stepper` says; ``[batch, vocab]`` in float32."""
+        """As :class:`kvprobe.generation.engines.Stepper` says; ``[batch, vocab]`` in float32."""
         decoder, cache, table = self._decoder, self._cache, self._table
         vocab, whole = decoder.config.vocab, token.dtype in (torch.int32, torch.int64)
         if not whole or token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:

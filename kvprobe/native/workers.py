@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprobe import tickets
 from kvprobe.decoder.model import Norm
+from kvprobe.native import queue
 
 # takes pieces until none is left: (table, number of the thread, zeros of the stored types)
 Work = Callable[..., None]
@@ -59,9 +59,9 @@ class Arena:
         return self.vector(*found) if found else 0
 
     def table(self, size: int, given: Mapping[int, int]) -> Any:
-        """A table of ``size`` words, with counters on cache lines of their own (:mod:`kvprobe.tickets`)."""
+        """A table of ``size`` words, with counters on cache lines of their own (:mod:`kvprobe.native.queue`)."""
         counters, table = self.words(24), self.words(size)
-        for i, place in enumerate((tickets.TAKEN, tickets.DONE, tickets.LIMIT)):
+        for i, place in enumerate((queue.TAKEN, queue.DONE, queue.LIMIT)):
             table[place] = counters.ctypes.data + 64 * i
         for place, value in given.items():
             table[place] = value
@@ -96,13 +96,13 @@ class Team:
 
         Once the cache has begun a pass, and not before: what stands open may be another thread's.
         """
-        if tickets.is_open(self._table):
+        if queue.is_open(self._table):
             self._work(self._table, 0, *self._kinds)
 
     def run(self) -> None:
         """One step, from opening it to its last piece; nothing may stand open (:meth:`finish`)."""
         try:
-            tickets.open_step(self._table)
+            queue.open_step(self._table)
             for gate in self._gates:
                 _release(gate)
             self._work(self._table, 0, *self._kinds)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.machine import compiled_in_order, power_of_two
+from kvprobe.native.intrinsics import compiled_in_order, power_of_two
 
 # Of the module of compiled functions imported here: numba keeps machine code until this very file changes.
 MADE_OF = "eb65de3b7b99"

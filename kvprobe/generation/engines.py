@@ -4,8 +4,8 @@
     x = reader.read(ids)               # as decoder.body, of the last token; reader.name is "numba" or "torch"
     logits = step.step(token)          # as generate.decode; step.name is "numba" or "torch"
 
-The torch ways are the readable decoder itself. Those of numba (:mod:`kvprobe.kernels`, :mod:`kvprobe.prompt_kernels`)
-read the same weights and write the same cache buffers, so all can take turns.
+The torch ways are the readable decoder itself. Those of numba (:mod:`kvprobe.native.decode_kernels`,
+:mod:`kvprobe.native.prefill_kernels`) read the same weights and write the same cache buffers, so all can take turns.
 """
 
 import os
@@ -82,7 +82,7 @@ def stepper(decoder: Decoder, cache: KVCache, *, attend: Attend | None = None, k
         return TorchStep(decoder, cache, attend=attend or AttentionCall.attend, note=note)
     started = time.perf_counter()
     try:
-        from kvprobe.compiled import NumbaStep
+        from kvprobe.native.decode_program import NumbaStep
     except ImportError as error:
         # installed, but not for this numpy or this Python
         why_not = f"numba cannot be imported ({error})"
@@ -135,7 +135,7 @@ def reader(decoder: Decoder, cache: KVCache, n_tokens: int, *, chunk: int | None
     if kind == "torch" or why_not or few or unreadable(cache, n_tokens):
         return TorchReader(decoder, cache)
     try:
-        from kvprobe.prompt import NumbaReader
+        from kvprobe.native.prefill_program import NumbaReader
     except ImportError as error:
         if kind == "numba":
             raise ValueError(f"the numba reader cannot be used: numba cannot be imported ({error})") from error
@@ -148,7 +148,7 @@ def reader(decoder: Decoder, cache: KVCache, n_tokens: int, *, chunk: int | None
 @lru_cache(maxsize=8)
 def compiled_reads_faster(dtype: torch.dtype, n_threads: int) -> bool:
     """Whether on this machine, with so many threads, prompts are read faster compiled than by torch: both timed."""
-    from kvprobe.prompt import NumbaReader
+    from kvprobe.native.prefill_program import NumbaReader
 
     config = DecoderConfig(
         n_layers=2, n_heads=8, n_kv_heads=4, head_dim=64, hidden=512, mlp_width=1536, vocab=64, max_positions=256

@@ -2,8 +2,8 @@
 
 A *block* is float32 ``[width, BLOCK]``, number k of each token's vector side by side; all here are loops over k, given
 by addresses. The compiler would keep the state of such loops in memory, since it cannot know that nothing else points
-there; so they are written for it in its own language. As with :mod:`kvprobe.machine`, the kernels' `MADE_OF` changes
-with what is here.
+there; so they are written for it in its own language. As with :mod:`kvprobe.native.intrinsics`, the kernels' `MADE_OF`
+changes with what is here.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from llvmlite import ir  # type: ignore[import-untyped, import-not-found, unused
 from numba import types
 from numba.core import cgutils
 
-from kvprobe.machine import intrinsic
+from kvprobe.native.intrinsics import intrinsic
 
 # Four rows of a matrix by 24 tokens: of the sixteen registers of AVX2 twelve hold the sums, three the tokens' numbers
 # and one a row's. (Measured on a Zen 3: 0.95 of what a core can multiply; MKL 0.8.) A last block of at most 8 tokens

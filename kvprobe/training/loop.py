@@ -23,8 +23,8 @@ from kvprobe.decoder.config import DecoderConfig
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
-from kvprobe.snapshot import Snapshot
 from kvprobe.text.corpus import Corpus
+from kvprobe.training.checkpoint import Snapshot
 
 SNAPSHOT_SECONDS = 60.0
 """After so much work without a snapshot one is written at the end of the step."""

@@ -1,11 +1,11 @@
 """What is one decode step in machine code? A plan of small pieces, which any number of threads work off with numba.
 
 A step streams every weight once and computes little with it, so what counts is that all threads read memory all the
-time. The plan (:mod:`kvprobe.compiled` writes it) is one list of pieces in order: some rows of a matrix, attention to a
-part of one head. A thread takes the next piece by an atomic ticket, waits until the pieces it depends on are done,
-computes it, and counts it as done. There are no barriers and no thread owns a part: one that comes late, or never (in a
-forked child), costs time and nothing else; and each piece is computed in one way, so results do not depend on the
-threads.
+time. The plan (:mod:`kvprobe.native.decode_program` writes it) is one list of pieces in order: some rows of a matrix,
+attention to a part of one head. A thread takes the next piece by an atomic ticket, waits until the pieces it depends on
+are done, computes it, and counts it as done. There are no barriers and no thread owns a part: one that comes late, or
+never (in a forked child), costs time and nothing else; and each piece is computed in one way, so results do not depend
+on the threads.
 
 Memory is passed as addresses: views of the very weights and cache buffers, float32 or bfloat16 (as its 16 bits), with
 float32 in between. Nothing here checks an index; the plan is right or wrong.
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.functions import exp, gelu, silu, tanh
-from kvprobe.machine import add, at, compiled, compiled_for_numbers, narrow, prefetch, read, wide
-from kvprobe.tickets import DONE, LIMIT, TAKEN, TOTAL, take, wait
+from kvprobe.native.intrinsics import add, at, compiled, compiled_for_numbers, narrow, prefetch, read, wide
+from kvprobe.native.math import exp, gelu, silu, tanh
+from kvprobe.native.queue import DONE, LIMIT, TAKEN, TOTAL, take, wait
 
 # Of the modules of compiled functions imported here: numba keeps machine code until this very file changes.
-MADE_OF = "2417403b8490"
+MADE_OF = "b753a4f1baaa"
 # One piece: int64 [ROW]. `NEED` counts the pieces that must be done before it. It is of all sequences of the batch,
 # whose vectors are `SOURCE_STEP` and `TARGET_STEP` bytes apart; one head's piece is of `SEQUENCE` alone. `PART` is the
 # number of a part of the slots and, for SUM, how many parts there are.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.machine import add, at, compiled, read, swap, yield_core
+from kvprobe.native.intrinsics import add, at, compiled, read, swap, yield_core
 
 # Of the module of compiled functions imported here: numba keeps machine code until this very file changes.
 MADE_OF = "eb65de3b7b99"

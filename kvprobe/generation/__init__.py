@@ -1,0 +1,1 @@
+"""Which token comes next? Sampling, generating, and the engine that does it."""

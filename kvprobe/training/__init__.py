@@ -1,0 +1,1 @@
+"""How is a small model trained?"""
