@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvprobe import busy
+from kvprobe.bench import busy
 from kvprobe.cli import run
 from kvprobe.console import emit
 from kvprobe.models import loading

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from analyses.common import script, show
 from analyses.timing import in_ms
-from kvprobe.bench import BUFFER_BYTES, readers
-from kvprobe.busy import Watch, cores
+from kvprobe.bench.busy import Watch, cores
+from kvprobe.bench.machine import BUFFER_BYTES, readers
+from kvprobe.bench.roofline import Shape
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.generation import engines
@@ -38,7 +39,6 @@ from kvprobe.models import loading
 from kvprobe.models.random_weights import load_random
 from kvprobe.models.subject import prepare
 from kvprobe.results.result import Result, Row, run_record
-from kvprobe.roofline import Shape
 from kvprobe.store import sha256
 
 # seconds of the prefill and of each decode step of one run

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from analyses.common import script, show
-from kvprobe.cells import Shelf
+from kvprobe.cells.run_store import Shelf
 from kvprobe.console import progress_bar
 from kvprobe.experiments import gqa
 from kvprobe.experiments.gqa import Protocol

@@ -21,7 +21,7 @@ from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.seam import attending
-from kvprobe.busy import Watch
+from kvprobe.bench.busy import Watch
 from kvprobe.models.subject import prepare
 from kvprobe.probes.losses import token_losses
 from kvprobe.probes.lowrank import View, fit, gram_vectors

@@ -19,7 +19,7 @@ import torch
 
 from analyses.common import script, show
 from analyses.timing import compare
-from kvprobe.busy import Watch
+from kvprobe.bench.busy import Watch
 from kvprobe.models.subject import Subject, prepare
 from kvprobe.probes import mass
 from kvprobe.results.result import Result, run_record

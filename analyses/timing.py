@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
-from kvprobe.bench import Timing
-from kvprobe.busy import Watch
+from kvprobe.bench.busy import Watch
+from kvprobe.bench.machine import Timing
 from kvprobe.results.result import Row
 
 

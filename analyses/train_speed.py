@@ -19,8 +19,8 @@ from torch import Tensor
 
 from analyses.common import script, show
 from analyses.timing import compare
-from kvprobe.busy import Watch, cores
-from kvprobe.cells import config_of
+from kvprobe.bench.busy import Watch, cores
+from kvprobe.cells.run_store import config_of
 from kvprobe.decoder.config import DecoderConfig
 from kvprobe.results.result import Result, run_record
 from kvprobe.text.corpus import Corpus

@@ -13,7 +13,7 @@ import click
 
 from analyses.common import script, show
 from analyses.timing import compare
-from kvprobe.busy import Watch
+from kvprobe.bench.busy import Watch
 from kvprobe.models.subject import Subject, prepare
 from kvprobe.probes.losses import token_losses
 from kvprobe.probes.windows import check, recompute_losses, windowed

@@ -6,7 +6,7 @@ python -m figures.latency --results results --out figures/drawn
 from matplotlib.figure import Figure
 
 from figures._paper import Picture
-from kvprobe.busy import said
+from kvprobe.bench.busy import said
 from kvprobe.plots import latency, roofline
 from kvprobe.plots.style import TWO_COLUMNS, panels, styled, titled
 from kvprobe.results.result import Result

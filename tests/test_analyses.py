@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from analyses import gqa_module, memory, relief_map, roofline, same_logits, sinks_cost, timing, window, window_cost
 from analyses.common import keep, show
 from conftest import write_random
-from kvprobe import bench
-from kvprobe.busy import Watch
+from kvprobe.bench import machine
+from kvprobe.bench.busy import Watch
 from kvprobe.errors import KvprobeError
 from kvprobe.results.result import Result
 
@@ -54,9 +54,9 @@ def llama(gpt2_tokenizer_files, tmp_path_factory):
 
 @pytest.fixture
 def quick_machine(monkeypatch):
-    measured = bench.measure_machine
+    measured = machine.measure_machine
     sizes = {"buffer_bytes": 2**20, "gemm_widths": (32,), "seconds": 0.0}
-    monkeypatch.setattr(bench, "measure_machine", lambda *args, **named: measured(*args, **named, **sizes))
+    monkeypatch.setattr(machine, "measure_machine", lambda *args, **named: measured(*args, **named, **sizes))
 
 
 def test_no_analysis_is_without_a_test():

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from analyses import gqa as study
 from analyses import train_speed
-from kvprobe.cells import FORMAT, Cell, Shelf, config_of, finish_all, shape_row
+from kvprobe.cells.run_store import FORMAT, Cell, Shelf, config_of, finish_all, shape_row
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments.gqa import QUICK, Protocol, cells, sentences, summary, words_of
 from kvprobe.results.result import Result

@@ -3,11 +3,11 @@ from collections import deque
 import pytest
 import torch
 
-from kvprobe import bench
-from kvprobe.bench import Machine, Timing, check_memory, device_clock, measure_machine, timed
+from kvprobe.bench import machine
+from kvprobe.bench.latency import Bench
+from kvprobe.bench.machine import Machine, Timing, check_memory, device_clock, measure_machine, timed
+from kvprobe.bench.roofline import Ceilings, Shape, total
 from kvprobe.errors import KvprobeError
-from kvprobe.latency import Bench
-from kvprobe.roofline import Ceilings, Shape, total
 from test_decoder import rope_decoder
 
 
@@ -99,7 +99,7 @@ def test_slow_products_are_not_made_larger(monkeypatch):
     def ways(dtype, device, width):
         return {"one": lambda: seen.append(width)}
 
-    monkeypatch.setattr(bench, "_multipliers", ways)
+    monkeypatch.setattr(machine, "_multipliers", ways)
     measure_machine(torch.float32, buffer_bytes=2**20, gemm_widths=(32, 128), seconds=0.1, clock=Ticking(*[5.0] * 1000))
     assert set(seen) == {32}
 

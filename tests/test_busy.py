@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from kvprobe import busy
-from kvprobe.busy import WORDS, Reading, Watch, lines, said
+from kvprobe.bench import busy
+from kvprobe.bench.busy import WORDS, Reading, Watch, lines, said
 
 
 class Kernel:

@@ -76,12 +76,14 @@ def test_quick_says_that_it_is_not_the_protocol(run, corpus):
 
 
 def test_finished_cells_are_kept_and_not_run_again(run, corpus, monkeypatch):
-    from kvprobe import cells
+    from kvprobe.cells import run_store
 
     first = document(run("--quick", "--corpus", corpus, "--kv-heads", 8, "--kv-heads", 2, "--format", "json"))
     trained = []
-    train = cells.train
-    monkeypatch.setattr(cells, "train", lambda *given, **more: trained.append(more["what"]) or train(*given, **more))
+    train = run_store.train
+    monkeypatch.setattr(
+        run_store, "train", lambda *given, **more: trained.append(more["what"]) or train(*given, **more)
+    )
     done = run("--quick", "--corpus", corpus, "--kv-heads", 2, "--kv-heads", 1, "--seeds", 2, "--format", "json")
     found = document(done)
     assert trained == ["1 KV head, seed 0", "1 KV head, seed 1"]
@@ -100,12 +102,12 @@ def test_finished_cells_are_kept_and_not_run_again(run, corpus, monkeypatch):
 
 
 def test_an_interrupted_run_says_that_it_goes_on_and_exits_with_130(run, corpus, monkeypatch):
-    from kvprobe import cells
+    from kvprobe.cells import run_store
 
     def interrupted(*_given, **_more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cells, "train", interrupted)
+    monkeypatch.setattr(run_store, "train", interrupted)
     done = run("--quick", "--corpus", corpus)
     assert done.returncode == 130
     assert "kept: the same command goes on" in done.stderr
@@ -142,9 +144,9 @@ def test_uptrain_without_a_number_is_a_twentieth(run, corpus):
     ],
 )
 def test_what_the_user_can_mend_is_one_line_before_any_step(run, corpus, monkeypatch, arguments, says):
-    from kvprobe import cells
+    from kvprobe.cells import run_store
 
-    monkeypatch.setattr(cells, "train", None)
+    monkeypatch.setattr(run_store, "train", None)
     done = run("--quick", "--quiet", "--corpus", corpus, *arguments)
     assert done.returncode == 1
     assert says in done.stderr

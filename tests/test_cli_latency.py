@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from conftest import only_document
-from kvprobe import bench, busy
+from kvprobe.bench import busy, machine
 from kvprobe.commands.latency import _summary
 from kvprobe.plots import latency as plot
 from kvprobe.plots import roofline
@@ -18,9 +18,9 @@ ceiling_tokens_per_s fraction_of_ceiling attention_intensity step"""
 
 @pytest.fixture(autouse=True)
 def quick_machine(monkeypatch):
-    measured = bench.measure_machine
+    measured = machine.measure_machine
     sizes = {"buffer_bytes": 2**20, "gemm_widths": (32,), "seconds": 0.0}
-    monkeypatch.setattr(bench, "measure_machine", lambda *args, **named: measured(*args, **named, **sizes))
+    monkeypatch.setattr(machine, "measure_machine", lambda *args, **named: measured(*args, **named, **sizes))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from analyses import decode_speed
-from kvprobe.busy import Watch
+from kvprobe.bench.busy import Watch
 
 
 def test_every_way_is_timed_on_a_tiny_model(gpt2_random, monkeypatch):

@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvprobe.bench.cache_memory import fused_views, own_shape, rolling_bytes, rows
+from kvprobe.bench.storages import Held, allocated, held, measure, tensors_of
 from kvprobe.caches.kv_cache import CacheShape, FullCache, RollingCache
-from kvprobe.held import Held, allocated, held, measure, tensors_of
-from kvprobe.holders import fused_views, own_shape, rolling_bytes, rows
 from kvprobe.models.loading import Loaded
 from kvprobe.shape.cache_bytes import bill
 from kvprobe.shape.spec import Spec

@@ -14,11 +14,12 @@ from html.parser import HTMLParser
 import pytest
 
 from conftest import write_random
-from kvprobe import bench, page, report
+from kvprobe.bench import machine
 from kvprobe.cli import main
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments import lowrank, sinks, window
-from kvprobe.page import Column, Section, document
+from kvprobe.report import page, report
+from kvprobe.report.page import Column, Section, document
 from kvprobe.results.result import Result
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\alpha$"
@@ -33,9 +34,9 @@ def llama(gpt2_tokenizer_files, tmp_path_factory):
 @pytest.fixture(autouse=True, scope="module")
 def _a_quick_look_at_the_machine():
     # the real one takes seconds, and what it finds is tested elsewhere
-    quick = partial(bench.measure_machine, buffer_bytes=2**20, gemm_widths=(32,), seconds=0.001)
+    quick = partial(machine.measure_machine, buffer_bytes=2**20, gemm_widths=(32,), seconds=0.001)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "measure_machine", quick)
+        patch.setattr(machine, "measure_machine", quick)
         yield
 
 

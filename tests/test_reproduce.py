@@ -11,7 +11,7 @@ from analyses import identity, reproduce
 from analyses.identity import WEIGHTS_SHA1, identify
 from analyses.reproduce import Claim
 from conftest import write_gpt2_random
-from kvprobe import holders
+from kvprobe.bench import cache_memory
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import silent
 from kvprobe.results.phrases import PUBLISHED
@@ -215,7 +215,7 @@ def test_training_is_compared_where_it_was_run_whole(tmp_path):
 def test_what_needs_no_weights_agrees_and_the_rest_says_why_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # what Hugging Face's caches hold is not published, and takes forwards of 124 million weights
-    monkeypatch.setattr(holders, "_foreign", lambda *_: iter(()))
+    monkeypatch.setattr(cache_memory, "_foreign", lambda *_: iter(()))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "gpt2"}')
     done = CliRunner().invoke(reproduce.main, [str(tmp_path / "empty"), "--quick", "--save"])

@@ -1,6 +1,6 @@
 import pytest
 
-from kvprobe.roofline import Ceilings, Shape, Work, total
+from kvprobe.bench.roofline import Ceilings, Shape, Work, total
 from test_decoder import rope_decoder
 
 # two layers, the second local, 4 query heads on 2 key/value heads of 8; every count below is worked by hand

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvprobe.checkpoint import Standing, State, Stretch, identity
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.experiments.stream_checkpoint import Standing, State, Stretch, identity
+from kvprobe.experiments.streaming import Plan, rows, stream
 from kvprobe.probes.windows import windowed
-from kvprobe.streaming import Plan, rows, stream
 from test_decoder import rope_decoder
 from tiny import tiny_ids, tiny_model
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kvprobe.attention.call import AttentionCall
-from kvprobe.cells import config_of
+from kvprobe.cells.run_store import config_of
 from kvprobe.errors import KvprobeError
 from kvprobe.text.corpus import Corpus
 from kvprobe.training import loop

@@ -63,7 +63,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
     import time
 
-    from kvprobe import busy
+    from kvprobe.bench import busy
     from kvprobe.console import emit, notice, progress_bar
     from kvprobe.decoder.model import from_hf
     from kvprobe.generation import engines

@@ -107,7 +107,7 @@ def command(model: str | None, **options: Any) -> None:
 def _train(options: dict[str, Any]) -> Any:
     from dataclasses import replace
 
-    from kvprobe.cells import Shelf
+    from kvprobe.cells.run_store import Shelf
     from kvprobe.console import notice, progress_bar
     from kvprobe.experiments import gqa
     from kvprobe.models.loading import device_for

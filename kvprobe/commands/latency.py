@@ -92,7 +92,7 @@ def command(model: str, **options: Any) -> None:
       kvprobe latency gpt-124m --random-weights --end-to-end --naive-samples 8
       kvprobe latency smollm2-135m --no-compile       what compiling brings
     """
-    from kvprobe import busy
+    from kvprobe.bench import busy
     from kvprobe.console import emit, notice, progress_bar, save_plot
     from kvprobe.experiments import latency
     from kvprobe.results.result import Result
@@ -124,7 +124,7 @@ def _readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
-    from kvprobe import busy
+    from kvprobe.bench import busy
     from kvprobe.experiments.latency import ABOVE
 
     lines = [

@@ -51,9 +51,9 @@ def command(model: str, **options: Any) -> None:
       kvprobe memory gemma3-270m --context 2048       sliding layers: what each cache keeps of them
       kvprobe memory gpt-124m --random-weights --context 1024 --context 2048 --context 4096
     """
+    from kvprobe.bench.cache_memory import own_shape
     from kvprobe.console import emit, notice, progress_bar, save_plot
     from kvprobe.experiments import memory
-    from kvprobe.holders import own_shape
 
     settings = {name: options[name] for name in ("contexts", "batch", "window", "seed")}
     with progress_bar(options["quiet"]) as progress:

@@ -35,8 +35,8 @@ def command(model: str, **options: Any) -> None:
       kvprobe report gemma3-270m --tokens 2048
       kvprobe report MODEL --text book.txt --quiet
     """
-    from kvprobe import report
     from kvprobe.console import notice, progress_bar
+    from kvprobe.report import report
 
     plan = report.Plan(**{name: options[name] for name in ("text", "tokens", "bos", "dtype", "device", "seed")})
     with progress_bar(options["quiet"]) as progress:

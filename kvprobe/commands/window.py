@@ -8,9 +8,9 @@ import click
 from kvprobe.cli import COUNT, checked_parent, common, load_subject, passage_options
 
 if TYPE_CHECKING:
-    from kvprobe.checkpoint import Standing
+    from kvprobe.experiments.stream_checkpoint import Standing
+    from kvprobe.experiments.streaming import Plan
     from kvprobe.results.result import Result
-    from kvprobe.streaming import Plan
 
 COLUMNS = (
     "window", "n_sink", "positions", "sink_choice", "loss", "perplexity", "delta", "delta_low", "delta_high",
@@ -129,12 +129,12 @@ def _stream(model: str, options: dict[str, Any]) -> None:
 
     from dataclasses import asdict
 
-    from kvprobe.checkpoint import State, identity
     from kvprobe.console import emit, notice, progress_bar
     from kvprobe.decoder.model import from_hf
     from kvprobe.experiments import window
+    from kvprobe.experiments.stream_checkpoint import State, identity
+    from kvprobe.experiments.streaming import Plan, check
     from kvprobe.store import home
-    from kvprobe.streaming import Plan, check
 
     quiet = options["quiet"]
     with progress_bar(quiet) as progress:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.cells import Cell, Shelf, config_of, finish_all, shape_row
+from kvprobe.cells.run_store import Cell, Shelf, config_of, finish_all, shape_row
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.decoder.pool_kv_heads import share_heads
 from kvprobe.errors import KvprobeError

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvprobe import bench, busy
+from kvprobe.bench import busy, machine
+from kvprobe.bench.latency import PHASES, Bench
+from kvprobe.bench.roofline import Shape
 from kvprobe.decoder.model import from_hf
-from kvprobe.latency import PHASES, Bench
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, run_record
-from kvprobe.roofline import Shape
 
 DEFAULT_CONTEXTS = (128, 512, 1024)
 ABOVE = "what it reads stays in the processor's caches, or the machine was busy while its ceilings were measured"
@@ -32,13 +32,14 @@ def run(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Result:
-    """A row a phase, context and batch (:meth:`kvprobe.latency.Observation.row`), the machine in the record.
+    """A row a phase, context and batch (:meth:`kvprobe.bench.latency.Observation.row`), the machine in the record.
 
-    ``busy`` and ``load`` there say what else ran (:meth:`kvprobe.busy.Watch.record`).
+    ``busy`` and ``load`` there say what else ran (:meth:`kvprobe.bench.busy.Watch.record`).
 
     ``contexts`` default to those of 128, 512 and 1,024 that the model has positions for; without ``phases`` none is
     timed by itself. ``end_to_end`` is a prompt's length and how many tokens follow it, which adds those two rows. For
-    the other settings see :class:`kvprobe.latency.Bench`, whose notes are ``notes`` in the record. Raises as it does.
+    the other settings see :class:`kvprobe.bench.latency.Bench`, whose notes are ``notes`` in the record. Raises as it
+    does.
     """
     started = time.perf_counter()
     decoder = from_hf(loaded.model)
@@ -52,16 +53,16 @@ def run(
     dtype = getattr(torch, loaded.dtype)
     # before and after: a shared machine drifts, and a ceiling is the best it does
     with timing.watch.span():
-        machine = bench.measure_machine(dtype, loaded.device, progress=progress)
+        here = machine.measure_machine(dtype, loaded.device, progress=progress)
     observations = [observation for part in parts for observation in part]
     with timing.watch.span():
-        machine = machine.best_of(bench.measure_machine(dtype, loaded.device))
-    ceilings, shape = machine.ceilings, Shape.of(decoder)
+        here = here.best_of(machine.measure_machine(dtype, loaded.device))
+    ceilings, shape = here.ceilings, Shape.of(decoder)
     rows = [observation.row(ceilings, loaded.dtype) for observation in observations]
     n_prompt, n_new = end_to_end or (None, None)
     record = run_record(
         loaded.record(),
-        machine.record(),
+        here.record(),
         timing.watch.record(rows, device=loaded.device),
         contexts=contexts,
         batches=[*batches],
@@ -83,7 +84,7 @@ def run(
 def sentence(result: Result) -> str:
     """What the rows support, in one plain sentence: the longest context that was decoded with a cache.
 
-    Of a busy machine it ends in :data:`kvprobe.busy.WORDS`.
+    Of a busy machine it ends in :data:`kvprobe.bench.busy.WORDS`.
     """
     return busy.said(_sentence(result), result.run)
 

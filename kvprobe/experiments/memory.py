@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from kvprobe.holders import rows
+from kvprobe.bench.cache_memory import rows
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, run_record
@@ -22,7 +22,7 @@ def run(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Result:
-    """A row a context and kind of cache: bytes by formula beside bytes held (:func:`kvprobe.holders.rows`).
+    """A row a context and kind of cache: bytes by formula beside bytes held (:func:`kvprobe.bench.cache_memory.rows`).
 
     ``contexts`` default to those of 128, 512 and 1,024 that the model has positions for. Raises as ``rows`` does.
     """

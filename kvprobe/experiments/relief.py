@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvprobe.bench.cache_memory import own_shape
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.experiments import lowrank, window
-from kvprobe.holders import own_shape
 from kvprobe.models.subject import Subject
 from kvprobe.probes.losses import default_block_length, paired_interval, perplexity, token_losses
 from kvprobe.probes.quantised import check_bits, quantising

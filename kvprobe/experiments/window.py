@@ -4,16 +4,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from kvprobe.checkpoint import State
 from kvprobe.decoder.model import Decoder
+from kvprobe.experiments.stream_checkpoint import State
+from kvprobe.experiments.streaming import Plan, rows
+from kvprobe.experiments.streaming import stream as read_stream
 from kvprobe.models.subject import Subject
 from kvprobe.probes.losses import default_block_length
 from kvprobe.probes.windows import Positions, SinkChoice, describe_local_layers, grid
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import change_of, interval_of, passage_of
 from kvprobe.results.result import Result, run_record
-from kvprobe.streaming import Plan, rows
-from kvprobe.streaming import stream as read_stream
 
 
 def run(
@@ -68,7 +68,7 @@ def run(
 
 
 def stream(subject: Subject, decoder: Decoder, plan: Plan, *, state: State, progress: Progress = silent) -> Result:
-    """The whole passage once through a rolling cache: a row a result (:func:`kvprobe.streaming.stream`).
+    """The whole passage once through a rolling cache: a row a result (:func:`kvprobe.experiments.streaming.stream`).
 
     ``decoder`` is the subject's model (:func:`kvprobe.decoder.model.from_hf`). It goes on where ``state`` stands and
     leaves it at the end, for whoever has kept the result to remove. Raises as ``streaming.stream`` does.

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kvprobe.bench import check_memory
+from kvprobe.bench.machine import check_memory
 from kvprobe.models import checkpoint_checks, loading
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent

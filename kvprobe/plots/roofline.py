@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvprobe.busy import said
+from kvprobe.bench.busy import said
 from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, TWO_COLUMNS, legend_above, panels, styled, titled
 from kvprobe.results.result import Row
 

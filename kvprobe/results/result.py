@@ -124,8 +124,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the rows as a table, each text escaped."""
-        from kvprobe.busy import said
-        from kvprobe.page import Column, table
+        from kvprobe.bench.busy import said
+        from kvprobe.report.page import Column, table
 
         some = self.rows[:SHOWN_ROWS]
         more = f", and {len(self.rows) - len(some):,} more rows" if len(some) < len(self.rows) else ""

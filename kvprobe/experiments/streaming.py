@@ -6,8 +6,8 @@ at a time, and every token is predicted from what the cache then holds. Their bu
 
     stretches = stream(decoder, ids, Plan(windows=(1020,), sinks=(4,), positions="cache", every=10_000))
 
-With a :class:`~kvprobe.checkpoint.State` a run that was killed goes on where it was and ends in the same loss, bit
-for bit.
+With a :class:`~kvprobe.experiments.stream_checkpoint.State` a run that was killed goes on where it was and ends in the
+same loss, bit for bit.
 """
 
 import math
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe.caches.kv_cache import Positions, RollingCache
-from kvprobe.checkpoint import Standing, State, Stretch
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.experiments.stream_checkpoint import Standing, State, Stretch
 from kvprobe.probes.losses import check_score_from, nll
 from kvprobe.probes.windows import check_window, describe_sinks
 from kvprobe.progress import Progress, silent

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.bench import Clock, Timing, check_memory, device_clock, timed
-from kvprobe.busy import Watch
+from kvprobe.bench.busy import Watch
+from kvprobe.bench.machine import Clock, Timing, check_memory, device_clock, timed
+from kvprobe.bench.roofline import Ceilings, Shape, Work, total
 from kvprobe.caches.kv_cache import KVCache
 from kvprobe.decoder.model import Decoder
 from kvprobe.generation import engines
 from kvprobe.generation.generate import prefill
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
-from kvprobe.roofline import Ceilings, Shape, Work, total
 
 PHASES = ("naive", "cached", "prefill")
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe import __version__
 from kvprobe.errors import KvprobeError
-from kvprobe.page import Column, Section, document, plain
 from kvprobe.progress import Progress, silent
+from kvprobe.report.page import Column, Section, document, plain
 from kvprobe.results.result import write_whole
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount
 from kvprobe.store import check_writable, disk_error
@@ -263,7 +263,7 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
 
 
 def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
-    from kvprobe import busy
+    from kvprobe.bench import busy
     from kvprobe.experiments import latency
     from kvprobe.plots.latency import figure
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprobe.busy import cores
+from kvprobe.bench.busy import cores
+from kvprobe.bench.roofline import Ceilings
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
-from kvprobe.roofline import Ceilings
 
 Clock = Callable[[], float]
 

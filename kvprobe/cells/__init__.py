@@ -1,0 +1,1 @@
+"""What was computed already? Finished cells are kept by the hash of all that they depend on."""
