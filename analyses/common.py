@@ -7,15 +7,15 @@ from pathlib import Path
 import click
 
 from kvprobe.bench import busy
-from kvprobe.cli import run
-from kvprobe.console import emit
+from kvprobe.cli.console import emit
+from kvprobe.cli.main import run
+from kvprobe.files.store import disk_error
 from kvprobe.models import loading
 from kvprobe.models.loading import Loaded
 from kvprobe.models.random_weights import load_random
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
 from kvprobe.shape import published
-from kvprobe.store import disk_error
 
 PUBLISHED_GPT = "gpt-124m"
 """The shape that the published speed and memory were measured on. It was never trained: its weights are drawn."""

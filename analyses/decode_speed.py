@@ -33,13 +33,13 @@ from kvprobe.bench.machine import BUFFER_BYTES, readers
 from kvprobe.bench.roofline import Shape
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.errors import KvprobeError
+from kvprobe.files.store import sha256
 from kvprobe.generation import engines
 from kvprobe.generation.generate import stream
 from kvprobe.models import loading
 from kvprobe.models.random_weights import load_random
 from kvprobe.models.subject import prepare
 from kvprobe.results.result import Result, Row, run_record
-from kvprobe.store import sha256
 
 # seconds of the prefill and of each decode step of one run
 Run = Callable[[], list[float]]

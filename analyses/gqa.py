@@ -16,7 +16,7 @@ import click
 
 from analyses.common import script, show
 from kvprobe.cells.run_store import Shelf
-from kvprobe.console import progress_bar
+from kvprobe.cli.console import progress_bar
 from kvprobe.experiments import gqa
 from kvprobe.experiments.gqa import Protocol
 from kvprobe.progress import Progress, silent

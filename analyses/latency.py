@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from analyses.common import PUBLISHED_GPT, load, script, show
-from kvprobe.console import progress_bar
+from kvprobe.cli.console import progress_bar
 from kvprobe.experiments import latency
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from analyses.common import keep, script
-from kvprobe.console import emit, notice, progress_bar
+from kvprobe.cli.console import emit, notice, progress_bar
 from kvprobe.errors import KvprobeError
 from kvprobe.models.subject import Subject, prepare
 from kvprobe.probes.losses import default_block_length, paired_interval, perplexity

@@ -22,7 +22,7 @@ from torch import Tensor
 from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.bench.cache_memory import fused_views
 from kvprobe.bench.storages import measure
-from kvprobe.console import progress_bar
+from kvprobe.cli.console import progress_bar
 from kvprobe.experiments import memory
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from analyses.common import script, show
-from kvprobe.console import progress_bar
+from kvprobe.cli.console import progress_bar
 from kvprobe.experiments import relief
 from kvprobe.models.subject import prepare
 from kvprobe.probes.truncation import BasisKind

@@ -24,7 +24,7 @@ from analyses import gqa_module, memory, roofline, same_logits, sinks, window
 from analyses.common import PUBLISHED_GPT, keep, load, script, show
 from analyses.gqa import KV_HEADS
 from analyses.identity import Identity, check_reference, identify
-from kvprobe.console import progress_bar
+from kvprobe.cli.console import progress_bar
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments import lowrank

@@ -19,7 +19,7 @@ import click
 
 from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.bench.roofline import Shape
-from kvprobe.console import progress_bar
+from kvprobe.cli.console import progress_bar
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.experiments import latency
 from kvprobe.progress import Progress, silent

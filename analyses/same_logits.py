@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from analyses.common import keep, load, script, show
-from kvprobe.console import progress_bar
+from kvprobe.cli.console import progress_bar
 from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.progress import Progress, silent

@@ -1,5 +1,5 @@
 """``python -m kvprobe``: the same as ``kvprobe``."""
 
-from kvprobe.cli import main
+from kvprobe.cli.main import main
 
 main()

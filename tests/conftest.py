@@ -44,11 +44,11 @@ def tiny_llama(gpt2_tokenizer_files, tmp_path_factory):
 @pytest.fixture
 def main(capfd):
     """Runs the command line in this process, which has paid for its imports: `.returncode`, `.stdout`, `.stderr`."""
-    from kvprobe import cli
+    from kvprobe.cli import main
 
     def once(*arguments):
         with pytest.raises(SystemExit) as stopped:
-            cli.main([*map(str, arguments)])
+            main.main([*map(str, arguments)])
         captured = capfd.readouterr()
         return SimpleNamespace(returncode=stopped.value.code, stdout=captured.out, stderr=captured.err)
 

@@ -11,7 +11,7 @@ ARITHMETIC += ["decoder", "generate", "results"]
 
 @pytest.mark.parametrize("module", ARITHMETIC)
 def test_arithmetic_imports_no_transformers(module):
-    code = f"import sys, kvprobe.{module}; print('transformers' in sys.modules, 'kvprobe.cli' in sys.modules)"
+    code = f"import sys, kvprobe.{module}; print('transformers' in sys.modules, 'kvprobe.cli.main' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

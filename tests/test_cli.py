@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from hub import COMMIT, Hub
-from kvprobe import cli
+from kvprobe.cli import main
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def run(main):
 
 def test_help_imports_neither_torch_nor_transformers():
     code = (
-        "import sys\nfrom kvprobe.cli import main\n"
+        "import sys\nfrom kvprobe.cli.main import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib', 'rich') if m in sys.modules])"
     )
@@ -32,9 +32,9 @@ def test_help_imports_neither_torch_nor_transformers():
     assert "sinks" in done.stdout
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", main.COMMANDS)
 def test_every_command_explains_itself_with_an_example(name):
-    done = CliRunner().invoke(cli.cli, [name, "--help"])
+    done = CliRunner().invoke(main.cli, [name, "--help"])
     assert done.exit_code == 0
     if name != "models":
         assert f"kvprobe {name}" in done.output.split("Options:")[0]
@@ -63,8 +63,8 @@ def test_what_cannot_be_written_is_refused_before_the_work(run, arguments, says)
 
 
 def numbers():
-    for name in cli.COMMANDS:
-        for option in cli.cli.get_command(None, name).params:
+    for name in main.COMMANDS:
+        for option in main.cli.get_command(None, name).params:
             if isinstance(option.type, click.types.FloatParamType | click.types.IntParamType):
                 yield pytest.param(name, option, id=f"{name} {option.opts[0]}")
 
@@ -165,9 +165,8 @@ def test_control_repeat_and_random_say_what_was_read(run, gpt2_random):
 
 def test_interrupt_is_130_and_leaves_nothing(gpt2_random, tmp_path):
     # tests that were started in the background hand down an ignored SIGINT
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from kvprobe.cli import main; main()"
-    )
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from kvprobe.cli.main import main; main()"
     command = [sys.executable, "-c", code, "sinks", str(gpt2_random)]
     process = subprocess.Popen([*command, "--out", str(tmp_path / "a")], stderr=subprocess.PIPE, text=True)
     assert process.stderr.readline().startswith("loading")
@@ -253,7 +252,7 @@ def test_a_panic_of_a_library_is_one_line_too(run, gpt2_random, monkeypatch):
 
 
 def test_a_closed_pipe_is_met_in_silence(gpt2_random):
-    shell = f"{sys.executable} -c 'from kvprobe.cli import main; main()' sinks {gpt2_random} --tokens 80 --quiet | true"
+    shell = f"{sys.executable} -m kvprobe sinks {gpt2_random} --tokens 80 --quiet | true"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
     assert done.stderr == ""
 
@@ -267,7 +266,7 @@ def test_sinks_gpt2_comes_from_the_hub_once_and_then_needs_none(gpt2_random, tmp
             [
                 sys.executable,
                 "-c",
-                "from kvprobe.cli import main; main()",
+                "from kvprobe.cli.main import main; main()",
                 *["sinks", "--tokens", "80", "--format", "json"],
             ],
             env=environment | {"HF_ENDPOINT": endpoint},

@@ -47,7 +47,7 @@ def config_only(tmp_path):
 
 def test_a_published_name_needs_neither_weights_nor_heavy_imports():
     code = (
-        "import sys\nfrom kvprobe.cli import main\n"
+        "import sys\nfrom kvprobe.cli.main import main\n"
         "try: main(['cache', 'llama-2-70b'])\nexcept SystemExit as done: print(done.code)\n"
         "heavy = ('torch', 'transformers', 'numpy', 'matplotlib', 'huggingface_hub', 'kvprobe.models.loading')\n"
         "print([name for name in heavy if name in sys.modules])"

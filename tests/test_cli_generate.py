@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvprobe import cli
+from kvprobe.cli import main
 
 FIELDS = [
     "prompt",
@@ -28,7 +28,7 @@ def run(capfd):
 
     def once(*arguments):
         with pytest.raises(SystemExit) as stopped:
-            cli.main(["generate", *map(str, arguments)])
+            main.main(["generate", *map(str, arguments)])
         captured = capfd.readouterr()
         return SimpleNamespace(code=stopped.value.code, out=captured.out, err=captured.err)
 
@@ -182,7 +182,7 @@ def test_an_empty_prompt_and_a_single_positional(run, gpt2_random, monkeypatch):
 
 def test_a_fresh_process_ends_in_order(gpt2_random):
     # the compiled step's threads must be gone before the interpreter is
-    code = "import sys; from kvprobe.cli import main; main(sys.argv[1:])"
+    code = "import sys; from kvprobe.cli.main import main; main(sys.argv[1:])"
     for _ in range(2):
         command = [sys.executable, "-c", code, "generate", str(gpt2_random), "The time", "--max-new-tokens", "20"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from conftest import only_document
 from kvprobe.bench import busy, machine
-from kvprobe.commands.latency import _summary
+from kvprobe.cli.commands.latency import _summary
 from kvprobe.plots import latency as plot
 from kvprobe.plots import roofline
 

@@ -136,7 +136,7 @@ def test_a_killed_stream_is_resumed_by_the_same_command(run, tiny_llama, home, t
     command = [tiny_llama, *STREAM, "--window", 32, "--text", tmp_path / "text", "--every", 500]
     expected = document(run(*command))["rows"]
     process = subprocess.Popen(
-        [sys.executable, "-c", "from kvprobe.cli import main; main()", "window", *map(str, command)],
+        [sys.executable, "-c", "from kvprobe.cli.main import main; main()", "window", *map(str, command)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stderr=subprocess.DEVNULL,
     )
@@ -156,7 +156,7 @@ def test_a_killed_stream_is_resumed_by_the_same_command(run, tiny_llama, home, t
 
 def stopped_at(monkeypatch, token):
     """Ctrl-C once this token is read."""
-    from kvprobe import console
+    from kvprobe.cli import console
 
     class Stop:
         def __init__(self, quiet):
@@ -202,7 +202,7 @@ def test_ctrl_c_keeps_the_state_and_says_how_to_resume(run, tiny_llama, home, mo
 
 
 def test_a_result_that_could_not_be_written_is_still_there(run, tiny_llama, home, monkeypatch):
-    from kvprobe import console
+    from kvprobe.cli import console
 
     command = (tiny_llama, *STREAM, *EIGHT, "--tokens", 100)
     with monkeypatch.context() as patched:

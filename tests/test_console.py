@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from kvprobe import console
+from kvprobe.cli import console
 from kvprobe.report import page
 from kvprobe.results.result import Result
 from kvprobe.results.visible import harmless, visible

@@ -16,8 +16,8 @@ import torch
 
 import kvprobe
 from gguf_files import TOKENS, draw, keys_of, shapes_of, vocabulary, write
-from kvprobe import store
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.files import store
 from kvprobe.models import gguf_convert, pull
 from kvprobe.models.gguf_header import TYPES, read_header
 from kvprobe.models.gguf_join import join
@@ -28,7 +28,7 @@ from test_gguf_families import logits, their_model
 RUN = """
 import json, sys, time
 start = time.monotonic()
-from kvprobe.cli import main
+from kvprobe.cli.main import main
 try:
     main(sys.argv[1:])
 except SystemExit as end:

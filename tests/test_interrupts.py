@@ -22,7 +22,7 @@ sys.argv = ["-m", *{arguments!r}]
 sys.orig_argv = [sys.executable, "-m", "kvprobe", *{arguments!r}]
 """
 PROGRAM = AS_PROGRAM + "import runpy; runpy.run_module('kvprobe', run_name='__main__')"
-CALLED = "from kvprobe.cli import main; main({arguments!r})"
+CALLED = "from kvprobe.cli.main import main; main({arguments!r})"
 PREPARED = "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 
@@ -42,7 +42,7 @@ def shape(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["kvprobe.progress", "kvprobe.cli", "click", "kvprobe.commands.cache", "kvprobe.shape.spec"]
+    "module", ["kvprobe.progress", "kvprobe.cli.main", "click", "kvprobe.cli.commands.cache", "kvprobe.shape.spec"]
 )
 @pytest.mark.parametrize(("number", "said"), [(2, "interrupted"), (15, "terminated")])
 def test_a_signal_at_any_import_ends_the_program_in_one_line(shape, module, number, said):
@@ -57,7 +57,7 @@ def test_so_does_ctrl_c_before_there_is_a_handler(shape):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvprobe: interrupted\n")
 
 
-@pytest.mark.parametrize("module", ["click", "kvprobe.process", "kvprobe.commands.cache"])
+@pytest.mark.parametrize("module", ["click", "kvprobe.cli.process", "kvprobe.cli.commands.cache"])
 def test_so_does_one_while_the_command_line_is_imported_by_another_program(shape, module):
     arguments = ["cache", str(shape)]
     done = ran(AT_IMPORT.format(module=module, number=2) + CALLED.format(arguments=arguments))
@@ -71,7 +71,7 @@ def test_python_dash_m_is_the_command():
 
 def test_whoever_only_imports_keeps_their_own_handlers():
     code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import kvprobe, kvprobe.cli\n"
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import kvprobe, kvprobe.cli.main\n"
         "print(signal.getsignal(2) is signal.default_int_handler, signal.getsignal(15) is signal.SIG_DFL)"
     )
     assert ran(code).stdout == "True True\n"

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from conftest import document, write_random
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.jsonfile import read_object
+from kvprobe.files.jsonfile import read_object
+from kvprobe.files.store import home
 from kvprobe.models import hub, loading
 from kvprobe.results.result import Result
 from kvprobe.shape.spec import Spec
-from kvprobe.store import home
 from kvprobe.text import passages, tokenizing
 from tiny import tiny_ids, tiny_model
 

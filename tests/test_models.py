@@ -11,8 +11,8 @@ import torch
 
 from conftest import write_gpt2_random, write_random
 from hub import COMMIT, Hub
-from kvprobe import store
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.files import store
 from kvprobe.models import loading, pull
 from tiny import tiny_ids, tiny_model
 
@@ -340,8 +340,8 @@ def test_smollm2_knows_its_capitals(smollm2):
 
 
 def test_converted_gguf_files_are_listed_in_rows_like_the_others(tmp_path, monkeypatch):
+    from kvprobe.files.store import write_manifest
     from kvprobe.results.result import Result
-    from kvprobe.store import write_manifest
 
     monkeypatch.setenv("KVPROBE_HOME", str(tmp_path))
     directory = tmp_path / "gguf" / "0123abcd"

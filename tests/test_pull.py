@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe import store
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.files import store
 from kvprobe.models import pull
 from kvprobe.models.pull import Item, Source, Wheel
 from tiny import tiny_config

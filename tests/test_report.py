@@ -15,7 +15,7 @@ import pytest
 
 from conftest import write_random
 from kvprobe.bench import machine
-from kvprobe.cli import main
+from kvprobe.cli.main import main
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments import lowrank, sinks, window
 from kvprobe.report import page, report
@@ -229,7 +229,15 @@ def test_a_place_where_nothing_can_be_made_is_refused_before_the_work(llama, tmp
 def test_a_kill_leaves_the_old_page(llama, tmp_path):
     out = tmp_path / "report.html"
     out.write_text("old")
-    command = [sys.executable, "-c", "from kvprobe.cli import main; main()", "report", str(llama), "--tokens", "48"]
+    command = [
+        sys.executable,
+        "-c",
+        "from kvprobe.cli.main import main; main()",
+        "report",
+        str(llama),
+        "--tokens",
+        "48",
+    ]
     process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
         if line.startswith("report: 1 of") or "attention" in line:

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from kvprobe import store
 from kvprobe.errors import KvprobeError
+from kvprobe.files import store
 from kvprobe.results.result import write_whole
 
 # a command that makes a directory by a child; the child says that it has begun, and waits for a signal
@@ -18,8 +18,8 @@ MAKER = """
 import signal, sys
 from pathlib import Path
 import click
-from kvprobe.cli import run
-from kvprobe.store import publish, run_watched
+from kvprobe.cli.main import run
+from kvprobe.files.store import publish, run_watched
 signal.signal(signal.SIGINT, signal.default_int_handler)
 target, fifo = sys.argv[1:]
 waiting = f"import signal; file = open({fifo!r}, 'w'); print('begun', file=file, flush=True); signal.pause()"

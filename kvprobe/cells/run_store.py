@@ -19,10 +19,10 @@ from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.decoder.model import Decoder
 from kvprobe.decoder.pool_kv_heads import share_heads
 from kvprobe.errors import KvprobeError
+from kvprobe.files.store import alone, disk_error
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row, run_record, write_whole
 from kvprobe.shape.parameters import attention_parameters
-from kvprobe.store import alone, disk_error
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.checkpoint import Snapshot, fingerprint
 from kvprobe.training.loop import Plan, restore_weights, seeded, train, validate, weights_of

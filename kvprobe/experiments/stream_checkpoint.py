@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvprobe.caches.kv_cache import RollingCache
 from kvprobe.errors import KvprobeError
-from kvprobe.store import alone
+from kvprobe.files.store import alone
 from kvprobe.training.checkpoint import Kind, Snapshot, fingerprint
 
 STREAM = Kind(

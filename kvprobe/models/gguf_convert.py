@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.files.store import disk_full, run_watched
 from kvprobe.models.gguf_join import join
 from kvprobe.models.gguf_model import Described, describe
 from kvprobe.models.gguf_vocabulary import AS_LLAMA3, DIGITS_ALONE
 from kvprobe.progress import Progress, silent
-from kvprobe.store import disk_full, run_watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 from kvprobe.errors import KvprobeError
-from kvprobe.jsonfile import parse_json, read_object
+from kvprobe.files.jsonfile import parse_json, read_object
 
 INDEX = "model.safetensors.index.json"
 LIMIT = 1 << 25

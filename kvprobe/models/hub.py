@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.jsonfile import read_object
+from kvprobe.files.jsonfile import read_object
+from kvprobe.files.store import disk_error, sha256
 from kvprobe.models.headers import weight_files
 from kvprobe.progress import Progress, silent
-from kvprobe.store import disk_error, sha256
 
 WANTED = (
     "config.json",

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError
-from kvprobe.jsonfile import read_object
+from kvprobe.files.jsonfile import read_object
+from kvprobe.files.store import home, read_manifest
 from kvprobe.models import arrivals, checkpoint_checks, headers, hub, pull
 from kvprobe.models.checkpoint_checks import quiet
 from kvprobe.progress import Progress, silent
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.shape.spec import Spec
-from kvprobe.store import home, read_manifest
 
 __all__ = [
     "Found", "Loaded", "available", "check", "device_for", "find", "load", "load_spec", "quiet", "read_config",

@@ -14,10 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvprobe.errors import KvprobeError
-from kvprobe.models.gguf_convert import convert
-from kvprobe.models.gguf_model import describe
-from kvprobe.progress import Progress, silent
-from kvprobe.store import (
+from kvprobe.files.store import (
     MANIFEST,
     check_writable,
     damage,
@@ -29,6 +26,9 @@ from kvprobe.store import (
     sha256,
     write_manifest,
 )
+from kvprobe.models.gguf_convert import convert
+from kvprobe.models.gguf_model import describe
+from kvprobe.progress import Progress, silent
 
 # what is carried over from a GGUF file: counted up when that changes, so that what was converted before is made anew
 CONVERSION = 2

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe import __version__
 from kvprobe.errors import KvprobeError
+from kvprobe.files.store import check_writable, disk_error
 from kvprobe.progress import Progress, silent
 from kvprobe.report.page import Column, Section, document, plain
 from kvprobe.results.result import write_whole
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount
-from kvprobe.store import check_writable, disk_error
 from kvprobe.text.passages import Bos
 
 if TYPE_CHECKING:

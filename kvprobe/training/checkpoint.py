@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kvprobe.errors import KvprobeError
-from kvprobe.store import disk_error
+from kvprobe.files.store import disk_error
 
 FORMAT = 1
 

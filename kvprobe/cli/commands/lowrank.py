@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvprobe.cli import COUNT, common, load_subject, passage_options
+from kvprobe.cli.main import COUNT, common, load_subject, passage_options
 
 if TYPE_CHECKING:
     from kvprobe.models.subject import Subject
@@ -98,7 +98,7 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
         raise click.UsageError(f"--fit-text is for --basis heldout, not for --basis {options['basis']}", ctx)
     if options["fit_text"] == options["text"] == "-":
         raise click.UsageError("standard input can be read once: leave out --fit-text, or give a file", ctx)
-    from kvprobe.console import progress_bar
+    from kvprobe.cli.console import progress_bar
     from kvprobe.experiments import lowrank
 
     shared = {"ranks": options["ranks"], "of": options["of"], "center": options["center"], "seed": options["seed"]}
@@ -123,7 +123,7 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:
 
 
 def _show(result: "Result", subject: "Subject", options: dict[str, Any]) -> None:
-    from kvprobe.console import emit, save_plot
+    from kvprobe.cli.console import emit, save_plot
     from kvprobe.results.result import Result
 
     columns, shown, summary = COLUMNS, result, _spectrum_summary if options["spectrum"] else _summary

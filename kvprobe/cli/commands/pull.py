@@ -22,7 +22,7 @@ def command(name: str, quiet: bool) -> None:
     Example:
       kvprobe pull smollm2-135m
     """
-    from kvprobe.console import notice, progress_bar
+    from kvprobe.cli.console import notice, progress_bar
     from kvprobe.models.pull import is_pulled, pull
 
     had = is_pulled(name)

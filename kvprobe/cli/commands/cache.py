@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import common
+from kvprobe.cli.main import common
 
 # more than any machine holds, and far from where sums of bytes would end
 COUNT = click.IntRange(max=2**40)
@@ -60,7 +60,7 @@ def command(model: str, **options: Any) -> None:
       kvprobe cache deepseek-v3 --dtype bfloat16 --batch 64 --plot cache.png
       kvprobe cache gemma-3-27b --context 131072 --dtype bfloat16   where sliding layers stop
     """
-    from kvprobe.console import emit, progress_bar, save_plot
+    from kvprobe.cli.console import emit, progress_bar, save_plot
     from kvprobe.experiments import cache
     from kvprobe.results.result import Result
 

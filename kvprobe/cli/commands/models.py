@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import output_options
+from kvprobe.cli.main import output_options
 
 
 @click.command("models", short_help="List what can be loaded here.")
@@ -14,7 +14,7 @@ def command(**options: Any) -> None:
     Besides these, MODEL may be any local directory of a Hugging Face causal model with safetensors, a GGUF file, or
     a hub id such as gpt2.
     """
-    from kvprobe.console import emit
+    from kvprobe.cli.console import emit
     from kvprobe.models import loading
     from kvprobe.results.result import Result, run_record
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import COUNT, CountFrom, Finite, common, load_subject, passage_options
+from kvprobe.cli.main import COUNT, CountFrom, Finite, common, load_subject, passage_options
 
 COLUMNS = ("n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token")
 UPTRAINED = ("loss_before", "loss_pooled", "loss_after")
@@ -90,7 +90,7 @@ def command(model: str | None, **options: Any) -> None:
     """
     _refuse_strays(model, pool=options["pool"])
 
-    from kvprobe.console import emit, save_plot
+    from kvprobe.cli.console import emit, save_plot
 
     result = _pool(model or "gpt2", options) if options["pool"] else _train(options)
     from kvprobe.experiments import gqa
@@ -108,10 +108,10 @@ def _train(options: dict[str, Any]) -> Any:
     from dataclasses import replace
 
     from kvprobe.cells.run_store import Shelf
-    from kvprobe.console import notice, progress_bar
+    from kvprobe.cli.console import notice, progress_bar
     from kvprobe.experiments import gqa
+    from kvprobe.files.store import home
     from kvprobe.models.loading import device_for
-    from kvprobe.store import home
     from kvprobe.text.corpus import characters, enough
     from kvprobe.text.texts import read_text
 
@@ -149,7 +149,7 @@ def _train(options: dict[str, Any]) -> Any:
 
 
 def _pool(model: str, options: dict[str, Any]) -> Any:
-    from kvprobe.console import progress_bar
+    from kvprobe.cli.console import progress_bar
     from kvprobe.experiments import gqa
 
     settings = {name: options[name] for name in ("kv_heads", "score_from", "seed")}

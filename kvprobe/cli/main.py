@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from kvprobe import __version__
+from kvprobe.cli.process import settle
 from kvprobe.errors import KvprobeError
-from kvprobe.process import settle
 from kvprobe.progress import Progress
 from kvprobe.results.visible import visible
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-# modules of kvprobe.commands, in the order in which --help lists them
+# modules of kvprobe.cli.commands, in the order in which --help lists them
 COMMANDS = ("sinks", "lowrank", "window", "cache", "memory", "latency", "gqa", "generate", "report", "pull", "models")
 # longer than a SHA-256
 _LONG_NUMBER = re.compile(r"\d{80,}")
@@ -80,10 +80,10 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, from ``kvprobe.commands``."""
+        """The command of that name, from ``kvprobe.cli.commands``."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"kvprobe.commands.{cmd_name}").command
+        command: click.Command = import_module(f"kvprobe.cli.commands.{cmd_name}").command
         return command
 
 
@@ -100,7 +100,7 @@ def cli() -> None:
     MODEL is a pulled name, a local directory, a GGUF file or a hub id such as gpt2 (the default).
     `kvprobe models` lists what can be loaded here. `kvprobe COMMAND --help` explains each command.
     """
-    from kvprobe.store import sweep_all
+    from kvprobe.files.store import sweep_all
 
     sweep_all()
 
@@ -235,7 +235,7 @@ def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **m
 
     ``more`` goes to :func:`kvprobe.models.subject.prepare` too, and before the options.
     """
-    from kvprobe.console import notice
+    from kvprobe.cli.console import notice
     from kvprobe.models.subject import prepare
     from kvprobe.text.passages import notices
 

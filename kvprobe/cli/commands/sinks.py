@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import COUNT, Finite, common, load_subject, passage_options
+from kvprobe.cli.main import COUNT, Finite, common, load_subject, passage_options
 
 COLUMNS = ("layer", "mass", "uniform", "sink_rate", "top_position", "top_token", "top_mass", "window")
 HEAD_COLUMNS = ("layer", "head", "mass", "is_sink")
@@ -53,7 +53,7 @@ def command(model: str, **options: Any) -> None:
       kvprobe sinks gemma3-270m --bos drop            a model whose sink is its BOS
       kvprobe sinks MODEL --tokens 64 --queries-from 0  the published ε-sink protocol
     """
-    from kvprobe.console import emit, progress_bar, save_plot
+    from kvprobe.cli.console import emit, progress_bar, save_plot
     from kvprobe.experiments import sinks
 
     settings = {name: options[name] for name in ("queries_from", "epsilon", "control", "seed")}

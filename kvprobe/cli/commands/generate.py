@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import COUNT, common, load_model
+from kvprobe.cli.main import COUNT, common, load_model
 
 if TYPE_CHECKING:
     from kvprobe.caches.kv_cache import KVCache
@@ -64,7 +64,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     import time
 
     from kvprobe.bench import busy
-    from kvprobe.console import emit, notice, progress_bar
+    from kvprobe.cli.console import emit, notice, progress_bar
     from kvprobe.decoder.model import from_hf
     from kvprobe.generation import engines
     from kvprobe.generation.generate import Generation, Sampling, pieces, stream

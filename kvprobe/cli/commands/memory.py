@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import COUNT, CountFrom, common, load_model
+from kvprobe.cli.main import COUNT, CountFrom, common, load_model
 
 if TYPE_CHECKING:
     from kvprobe.results.result import Result
@@ -52,7 +52,7 @@ def command(model: str, **options: Any) -> None:
       kvprobe memory gpt-124m --random-weights --context 1024 --context 2048 --context 4096
     """
     from kvprobe.bench.cache_memory import own_shape
-    from kvprobe.console import emit, notice, progress_bar, save_plot
+    from kvprobe.cli.console import emit, notice, progress_bar, save_plot
     from kvprobe.experiments import memory
 
     settings = {name: options[name] for name in ("contexts", "batch", "window", "seed")}

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import COUNT, CountFrom, Finite, common, load_model
+from kvprobe.cli.main import COUNT, CountFrom, Finite, common, load_model
 
 COLUMNS = (
     "phase",
@@ -93,7 +93,7 @@ def command(model: str, **options: Any) -> None:
       kvprobe latency smollm2-135m --no-compile       what compiling brings
     """
     from kvprobe.bench import busy
-    from kvprobe.console import emit, notice, progress_bar, save_plot
+    from kvprobe.cli.console import emit, notice, progress_bar, save_plot
     from kvprobe.experiments import latency
     from kvprobe.results.result import Result
 

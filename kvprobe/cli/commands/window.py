@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli import COUNT, checked_parent, common, load_subject, passage_options
+from kvprobe.cli.main import COUNT, checked_parent, common, load_subject, passage_options
 
 if TYPE_CHECKING:
     from kvprobe.experiments.stream_checkpoint import Standing
@@ -101,7 +101,7 @@ def command(model: str, **options: Any) -> None:
     if stray := [name for name in ("every", "state", "no_resume") if options[name]]:
         raise click.UsageError(f"--{stray[0].replace('_', '-')} belongs to --stream: give that too")
 
-    from kvprobe.console import emit, progress_bar, save_plot
+    from kvprobe.cli.console import emit, progress_bar, save_plot
     from kvprobe.experiments import window
 
     names = ("windows", "sinks", "positions", "score_from", "sink_choice", "drop_sink_logits", "seed")
@@ -129,12 +129,12 @@ def _stream(model: str, options: dict[str, Any]) -> None:
 
     from dataclasses import asdict
 
-    from kvprobe.console import emit, notice, progress_bar
+    from kvprobe.cli.console import emit, notice, progress_bar
     from kvprobe.decoder.model import from_hf
     from kvprobe.experiments import window
     from kvprobe.experiments.stream_checkpoint import State, identity
     from kvprobe.experiments.streaming import Plan, check
-    from kvprobe.store import home
+    from kvprobe.files.store import home
 
     quiet = options["quiet"]
     with progress_bar(quiet) as progress:

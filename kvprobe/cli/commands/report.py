@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli import checked_first, checked_parent, model_options, quiet_option, text_options, with_options
+from kvprobe.cli.main import checked_first, checked_parent, model_options, quiet_option, text_options, with_options
 
 
 @click.command("report", short_help="One self-contained page on a model: bill, sinks, window, rank, speed.")
@@ -35,7 +35,7 @@ def command(model: str, **options: Any) -> None:
       kvprobe report gemma3-270m --tokens 2048
       kvprobe report MODEL --text book.txt --quiet
     """
-    from kvprobe.console import notice, progress_bar
+    from kvprobe.cli.console import notice, progress_bar
     from kvprobe.report import report
 
     plan = report.Plan(**{name: options[name] for name in ("text", "tokens", "bos", "dtype", "device", "seed")})
