@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from kvprobe.bench import busy
 from kvprobe.cli.console import emit
 from kvprobe.cli.main import run
 from kvprobe.files.store import disk_error
@@ -14,6 +13,7 @@ from kvprobe.models import loading
 from kvprobe.models.loading import Loaded
 from kvprobe.models.random_weights import load_random
 from kvprobe.progress import Progress, silent
+from kvprobe.results import phrases
 from kvprobe.results.result import Result
 from kvprobe.shape import published
 
@@ -48,7 +48,7 @@ def show(result: Result, *, save: bool, columns: Sequence[str] = (), summary: Se
 
     Below it stand the lines of ``summary`` and, of what was timed on a busy machine, that it is not to be quoted.
     """
-    below = [*summary, *busy.lines(result.run)]
+    below = [*summary, *phrases.lines(result.run)]
     emit(result, format_="table", out=None, columns=columns or list(result.rows[0]), summary=below)
     if save:
         keep(result)

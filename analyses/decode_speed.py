@@ -31,6 +31,7 @@ from analyses.timing import in_ms
 from kvprobe.bench.busy import Watch, cores
 from kvprobe.bench.machine import BUFFER_BYTES, readers
 from kvprobe.bench.roofline import Shape
+from kvprobe.decoder import engine
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import sha256
@@ -39,7 +40,8 @@ from kvprobe.generation.generate import stream
 from kvprobe.models import loading
 from kvprobe.models.random_weights import load_random
 from kvprobe.models.subject import prepare
-from kvprobe.results.result import Result, Row, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result, Row
 
 # seconds of the prefill and of each decode step of one run
 Run = Callable[[], list[float]]
@@ -161,7 +163,7 @@ def _hugging_face(model: Any, ids: Tensor, n_new: int, *, static: bool = False, 
 
 
 def _ours(
-    decoder: Decoder, ids: Tensor, n_new: int, cache: Any, reader: engines.Reader, step: engines.Stepper
+    decoder: Decoder, ids: Tensor, n_new: int, cache: Any, reader: engine.Reader, step: engine.Stepper
 ) -> list[float]:
     steps = stream(decoder, ids.tolist(), max_new_tokens=n_new, cache=cache, reader=reader, stepper=step)
     return [each.ms / 1000 for each in steps]

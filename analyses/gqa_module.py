@@ -26,7 +26,8 @@ from kvprobe.decoder.config import DecoderConfig
 from kvprobe.decoder.model import Decoder
 from kvprobe.experiments.cache import find_shape
 from kvprobe.progress import Progress, silent
-from kvprobe.results.result import Result, Row, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result, Row
 from kvprobe.shape.parameters import attention_parameters
 from kvprobe.training.loop import seeded
 

@@ -30,7 +30,8 @@ from kvprobe.probes.losses import default_block_length, paired_interval, perplex
 from kvprobe.probes.truncation import BasisKind, Sweep, sweep
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import fitted_to
-from kvprobe.results.result import Result, Row, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result, Row
 from kvprobe.text import passages
 from kvprobe.text.passages import Passage, Text
 

@@ -26,7 +26,8 @@ from kvprobe.models.subject import prepare
 from kvprobe.probes.losses import token_losses
 from kvprobe.probes.lowrank import View, fit, gram_vectors
 from kvprobe.probes.truncation import fit_layers, sweep, truncating
-from kvprobe.results.result import Result, Row, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result, Row
 
 GPT2_SIZE = "gpt2-size"
 SWEEP = 8

@@ -32,7 +32,8 @@ from kvprobe.models.loading import Loaded
 from kvprobe.models.subject import prepare
 from kvprobe.progress import Progress, silent
 from kvprobe.results import phrases
-from kvprobe.results.result import Result, Row, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result, Row
 from kvprobe.shape import published
 from kvprobe.shape.cache_bytes import bill
 from kvprobe.shape.levers import levers

@@ -19,7 +19,8 @@ from kvprobe.cli.console import progress_bar
 from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.progress import Progress, silent
-from kvprobe.results.result import Result, Row, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result, Row
 from kvprobe.training.loop import seeded
 
 VOCAB = 97

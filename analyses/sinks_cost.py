@@ -22,7 +22,8 @@ from analyses.timing import compare
 from kvprobe.bench.busy import Watch
 from kvprobe.models.subject import Subject, prepare
 from kvprobe.probes import mass
-from kvprobe.results.result import Result, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result
 
 GIB = 1 << 30
 

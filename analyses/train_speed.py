@@ -22,7 +22,8 @@ from analyses.timing import compare
 from kvprobe.bench.busy import Watch, cores
 from kvprobe.cells.run_store import config_of
 from kvprobe.decoder.config import DecoderConfig
-from kvprobe.results.result import Result, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.loop import Plan, seeded, train
 

@@ -17,7 +17,8 @@ from kvprobe.bench.busy import Watch
 from kvprobe.models.subject import Subject, prepare
 from kvprobe.probes.losses import token_losses
 from kvprobe.probes.windows import check, recompute_losses, windowed
-from kvprobe.results.result import Result, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result
 
 WINDOWS = (64, 256, 512)
 RECOMPUTE_WINDOW = 128

@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import disk_error
+from kvprobe.files.whole import write_whole
 from kvprobe.plots.style import ONE_COLUMN, TWO_COLUMNS
-from kvprobe.results.result import Result, write_whole
+from kvprobe.results.result import Result
 
 # fonts inside the pdf as TrueType and the svg as outlines; no dates: the same results give the same files
 SETTINGS = {"pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "kvprobe"}

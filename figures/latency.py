@@ -6,9 +6,9 @@ python -m figures.latency --results results --out figures/drawn
 from matplotlib.figure import Figure
 
 from figures._paper import Picture
-from kvprobe.bench.busy import said
 from kvprobe.plots import latency, roofline
 from kvprobe.plots.style import TWO_COLUMNS, panels, styled, titled
+from kvprobe.results.phrases import said
 from kvprobe.results.result import Result
 
 

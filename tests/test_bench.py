@@ -5,9 +5,10 @@ import torch
 
 from kvprobe.bench import machine
 from kvprobe.bench.latency import Bench
-from kvprobe.bench.machine import Machine, Timing, check_memory, device_clock, measure_machine, timed
+from kvprobe.bench.machine import Machine, Timing, device_clock, measure_machine, timed
 from kvprobe.bench.roofline import Ceilings, Shape, total
 from kvprobe.errors import KvprobeError
+from kvprobe.memory import check_memory
 from test_decoder import rope_decoder
 
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from kvprobe.bench import busy
-from kvprobe.bench.busy import WORDS, Reading, Watch, lines, said
+from kvprobe.bench.busy import Reading, Watch
+from kvprobe.results.phrases import WORDS, lines, said
 
 
 class Kernel:

@@ -13,7 +13,7 @@ from kvprobe.experiments import cache as experiment
 from kvprobe.models import hub
 from kvprobe.plots import cache as plot
 from kvprobe.results.result import Result
-from kvprobe.shape import published
+from kvprobe.shape import levers, published
 from kvprobe.shape.spec import Spec
 
 
@@ -150,7 +150,7 @@ def test_layers_that_differ_are_drawn_from_the_document_alone():
     spec = Spec.from_config(config)
     result = experiment.run(spec, about={"model": "x", "revision": "", "source": ""}, contexts=[256])
     kept = Result.from_json(result.to_json())
-    grown = [row for row in experiment.growth(kept) if row["lever"] == "as it is"]
+    grown = [row for row in levers.growth(kept.rows, kept.run) if row["lever"] == "as it is"]
     # one layer of K and V, two heads of 16; seven of Mamba, 128 channels of 16 and a convolution four deep
     assert grown[0]["bytes"] == 4 * (128 * 2 * 2 * 16 + 7 * 128 * (16 + 4))
 

@@ -15,6 +15,7 @@ from kvprobe.probes.losses import token_losses
 from kvprobe.probes.quantised import quantising, stored
 from kvprobe.results import phrases
 from kvprobe.results.result import Result
+from kvprobe.shape import levers
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +177,7 @@ def test_a_bill_by_hand(subject):
     assert cache.sentence(result).startswith(
         "tiny: the cache of 128 tokens takes 48 KiB at float32, and one more token"
     )
-    drawn = cache.growth(result)
+    drawn = levers.growth(result.rows, result.run)
     assert [row["bytes"] for row in drawn if row["lever"] == "as it is"][:2] == [128 * 384, 256 * 384]
 
 

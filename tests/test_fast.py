@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.caches.kv_cache import FullCache
+from kvprobe.decoder import engine
 from kvprobe.decoder.model import Decoder, DecoderConfig, Rotary, from_hf
 from kvprobe.generation import engines
 from kvprobe.generation.generate import Sampling, decode, generate, prefill, stream
+from kvprobe.native import eligible
 from test_decoder import FAMILIES, VARIANTS, rope_decoder
 from tiny import tiny_ids, tiny_model
 
@@ -24,7 +26,7 @@ LENGTH = 40
 def numba(decoder, cache, **options):
     from kvprobe.native.decode_program import NumbaStep
 
-    assert engines.obstacle(decoder, cache) is None
+    assert eligible.obstacle(decoder, cache) is None
     return NumbaStep(decoder, cache, **options)
 
 
@@ -41,7 +43,7 @@ def same_memory(cache, other, atol=2e-5):
 def side_by_side(decoder, make, ids, *, switch=(), atol=2e-5):
     """Logits of every token from both steps, each on its own cache; at `switch` they exchange caches."""
     ours, theirs = make(), make()
-    steps = {id(cache): (numba(decoder, cache), engines.TorchStep(decoder, cache)) for cache in (ours, theirs)}
+    steps = {id(cache): (numba(decoder, cache), engine.TorchStep(decoder, cache)) for cache in (ours, theirs)}
     for i, token in enumerate(ids.T):
         if i in switch:
             ours, theirs = theirs, ours
@@ -435,7 +437,7 @@ def test_padding_that_is_none_leaves_the_cache_as_it_was(pads):
     step = numba(decoder, cache)
     prefill(decoder, ids[:, :4], cache)
     cache.pads = pads
-    for feed in (step.step, engines.TorchStep(decoder, cache).step):
+    for feed in (step.step, engine.TorchStep(decoder, cache).step):
         with pytest.raises(ValueError, match="pads must be 2 whole numbers"):
             feed(ids[:, 4])
     cache.pads = None
@@ -572,7 +574,7 @@ def test_torch_keeps_its_threads():
     try:
         for _ in stream(decoder, [[1, 2, 3]], max_new_tokens=4, step="numba"):
             assert torch.get_num_threads() == 2
-        with engines.one_thread(engines.stepper(decoder, decoder.full_cache(1))):
+        with engine.one_thread(engines.stepper(decoder, decoder.full_cache(1))):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
     finally:

@@ -11,9 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprobe.decoder import linear
+from kvprobe.decoder import engine, linear
 from kvprobe.decoder.model import DecoderConfig, from_hf
 from kvprobe.generation import engines, generate
+from kvprobe.native import eligible
 from test_decoder import FAMILIES, VARIANTS, rope_decoder
 from test_fast import close, drawn_config, in_bfloat16, random_decoder, rounding, same_memory
 from tiny import tiny_ids, tiny_model
@@ -33,7 +34,7 @@ LENGTHS = (1, 2, 7, 8, 9, 23, 24, 25, 32, 33, 55)
 
 
 def compiled(decoder, cache, **options):
-    assert engines.obstacle(decoder, cache) is None
+    assert eligible.obstacle(decoder, cache) is None
     return prefill_program.NumbaReader(decoder, cache, **options)
 
 
@@ -41,7 +42,7 @@ def both_read(decoder, parts, *, atol=2e-5, reference=None, **options):
     """One prompt in parts, by the compiled reader and by torch, each into its own cache of the same size."""
     batch, capacity = parts[0].shape[0], sum(part.shape[1] for part in parts)
     ours, theirs = (decoder.full_cache(capacity, batch=batch) for _ in range(2))
-    reader, expected = compiled(decoder, ours, **options), engines.TorchReader(reference or decoder, theirs)
+    reader, expected = compiled(decoder, ours, **options), engine.TorchReader(reference or decoder, theirs)
     for part in parts:
         close(reader.read(part), expected.read(part), atol)
         same_memory(ours, theirs, atol)
@@ -84,8 +85,8 @@ def test_random_decoders_agree(data):
 def test_bfloat16_is_no_farther_from_the_numbers_it_stands_for_than_torchs(family):
     low, high = in_bfloat16(from_hf(tiny_model(family)))
     ids = tiny_ids(60)
-    exact = engines.TorchReader(high, high.full_cache(60)).read(ids)
-    theirs = engines.TorchReader(low, low.full_cache(60)).read(ids)
+    exact = engine.TorchReader(high, high.full_cache(60)).read(ids)
+    theirs = engine.TorchReader(low, low.full_cache(60)).read(ids)
     ours = compiled(low, low.full_cache(60)).read(ids)
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
@@ -137,7 +138,7 @@ def test_a_bfloat16_cache_is_widened_and_nothing_else():
     low, _ = in_bfloat16(rope_decoder(n_kv_heads=2))
     ours, theirs = low.full_cache(60), low.full_cache(60)
     compiled(low, ours).read(tiny_ids(60))
-    engines.TorchReader(low, theirs).read(tiny_ids(60))
+    engine.TorchReader(low, theirs).read(tiny_ids(60))
     # both rounded once from nearly the same
     torch.testing.assert_close(ours.keys[0], theirs.keys[0], atol=1e-2, rtol=2**-6)
 
@@ -259,14 +260,14 @@ def test_the_reader_is_chosen_by_what_it_can_and_what_is_faster(monkeypatch):
 def test_what_compiled_code_would_pass_by_is_an_obstacle():
     decoder = rope_decoder()
     cache = decoder.full_cache(80)
-    assert engines.obstacle(decoder, cache) is None
+    assert eligible.obstacle(decoder, cache) is None
     handle = decoder.blocks[0].mlp.register_forward_hook(lambda *_: None)
-    assert engines.obstacle(decoder, cache) == "blocks.0.mlp has hooks"
+    assert eligible.obstacle(decoder, cache) == "blocks.0.mlp has hooks"
     handle.remove()
     with torch.autocast("cpu", torch.bfloat16):
-        assert engines.obstacle(decoder, cache) == "autocast is on"
+        assert eligible.obstacle(decoder, cache) == "autocast is on"
     decoder.blocks[1].mlp.up = torch.nn.Sequential(decoder.blocks[1].mlp.up)
-    assert engines.obstacle(decoder, cache) == "blocks.1.mlp.up is a Sequential"
+    assert eligible.obstacle(decoder, cache) == "blocks.1.mlp.up is a Sequential"
     assert engines.reader(decoder, cache, 70).name == engines.stepper(decoder, cache).name == "torch"
 
 
@@ -281,7 +282,7 @@ def test_what_is_faster_is_measured(dtype, monkeypatch):
 
     from time import sleep
 
-    for slower, faster in ((engines.TorchReader, True), (prefill_program.NumbaReader, False)):
+    for slower, faster in ((engine.TorchReader, True), (prefill_program.NumbaReader, False)):
         with monkeypatch.context() as patch:
             patch.setattr(slower, "read", delayed(slower.read))
             assert engines.compiled_reads_faster.__wrapped__(dtype, 1) is faster
@@ -329,7 +330,7 @@ def test_what_it_cannot_do_later_is_refused_and_not_done_wrong():
     with pytest.raises(ValueError, match="a ring of the cache would roll"):
         reader.read(tiny_ids(20))
     # the step goes on where the reader cannot
-    engines.TorchReader(decoder, ring).read(tiny_ids(20))
+    engine.TorchReader(decoder, ring).read(tiny_ids(20))
     cache = decoder.full_cache(60)
     reader = compiled(decoder, cache)
     cache.pads = torch.tensor([2])

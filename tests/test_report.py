@@ -19,7 +19,8 @@ from kvprobe.cli.main import main
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments import lowrank, sinks, window
 from kvprobe.report import page, report
-from kvprobe.report.page import Column, Section, document
+from kvprobe.report.page import Section, document
+from kvprobe.results.html import Column, plain, table
 from kvprobe.results.result import Result
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\alpha$"
@@ -272,12 +273,12 @@ def test_the_command_takes_all_positions_of_a_short_model_and_says_where_the_pag
 
 
 def test_cells_are_escaped_and_what_cannot_be_seen_is_shown():
-    text = page.table([Column("a", "<a>"), Column("n", "n")], [{"a": "<b>\n", "n": 1234}, {"a": None, "n": 0.12345}])
+    text = table([Column("a", "<a>"), Column("n", "n")], [{"a": "<b>\n", "n": 1234}, {"a": None, "n": 0.12345}])
     assert "<th scope=col>&lt;a&gt;</th>" in text
     assert "<td>&#x27;&lt;b&gt;\\n&#x27;</td><td class=n>1,234</td>" in text
     assert "<td>–</td><td class=n>0.1235</td>" in text
-    assert page.plain({"a": [0.123456, None], "b": {"c": "<"}}) == "a: [0.1235, –], b: c: <"
-    assert page.plain({}) == "–"
+    assert plain({"a": [0.123456, None], "b": {"c": "<"}}) == "a: [0.1235, –], b: c: <"
+    assert plain({}) == "–"
 
 
 def test_a_page_is_utf8_even_where_a_name_is_not():

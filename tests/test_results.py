@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe.results.result import Result, processor, run_record, write_whole
+from kvprobe.files.whole import write_whole
+from kvprobe.results.record import processor, run_record
+from kvprobe.results.result import Result
 from kvprobe.results.textcells import from_cell, to_cell
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvprobe.errors import KvprobeError
 from kvprobe.files import store
-from kvprobe.results.result import write_whole
+from kvprobe.files.whole import write_whole
 
 # a command that makes a directory by a child; the child says that it has begun, and waits for a signal
 MAKER = """

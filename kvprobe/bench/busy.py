@@ -18,7 +18,6 @@ from typing import Any
 
 from kvprobe.results.result import Row
 
-WORDS = "busy machine, not to be quoted"
 STAT = Path("/proc/stat")
 
 # Others' cores on average. Daemons of an idle machine use some hundredths, and two busy loops at least two thirds even
@@ -167,19 +166,6 @@ class Watch:
             if block.wall >= ENOUGH_S:
                 peak, block = max(peak, block.others), Reading()
         return peak
-
-
-def said(text: str, run: Mapping[str, Any]) -> str:
-    """``text`` about what was timed in ``run``, and, if the machine was busy, that it is not to be quoted."""
-    return "; ".join(part for part in (text, WORDS if run.get("busy") else "") if part)
-
-
-def lines(run: Mapping[str, Any]) -> list[str]:
-    """What stands below a table of a run: nothing if the machine was quiet, else why not, or why that is not known."""
-    if run.get("busy"):
-        return [f"{WORDS}: {'; '.join(run['busy'])}"]
-    unknown = run.get("load", {}).get("unknown")
-    return [] if unknown is None else [f"whether the machine was busy is not known: {unknown}"]
 
 
 def _used(load: Mapping[str, Any]) -> list[str]:

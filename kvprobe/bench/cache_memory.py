@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.bench.machine import check_memory
 from kvprobe.bench.storages import measure
 from kvprobe.caches.kv_cache import CacheShape, FullCache, KVCache, RollingCache
 from kvprobe.errors import UnsupportedModelError
+from kvprobe.memory import check_memory
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from kvprobe.bench.busy import Watch
-from kvprobe.bench.machine import Clock, Timing, check_memory, device_clock, timed
+from kvprobe.bench.machine import Clock, Timing, device_clock, timed
 from kvprobe.bench.roofline import Ceilings, Shape, Work, total
 from kvprobe.caches.kv_cache import KVCache
+from kvprobe.decoder import engine
 from kvprobe.decoder.model import Decoder
 from kvprobe.generation import engines
 from kvprobe.generation.generate import prefill
+from kvprobe.memory import check_memory
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
 
@@ -207,7 +209,7 @@ class Bench:
         timing = Timing((taken * n_new / samples,))
         yield whole(phase="end_to_end_naive", step="torch", timing=timing, works=works)
 
-    def _reader(self, cache: KVCache, n_tokens: int) -> engines.Reader:
+    def _reader(self, cache: KVCache, n_tokens: int) -> engine.Reader:
         """The way to read prompts; what making it ready took is start-up where it is the first of its kind."""
         started = time.perf_counter()
         reader = engines.reader(self.decoder, cache, n_tokens, kind="auto" if self.compiled else "torch")
@@ -215,7 +217,7 @@ class Bench:
             self.start_ups.setdefault(f"{reader.name} reader", time.perf_counter() - started)
         return reader
 
-    def _stepper(self, cache: KVCache, token: Tensor) -> engines.Stepper:
+    def _stepper(self, cache: KVCache, token: Tensor) -> engine.Stepper:
         """A step on ``cache``, after its first run; what both took is start-up where it is the first of its kind."""
         step = engines.stepper(self.decoder, cache, kind="auto" if self.compiled else "torch")
         started = self._clock()

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kvprobe.bench.busy import cores
 from kvprobe.bench.roofline import Ceilings
-from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress, silent
 
 Clock = Callable[[], float]
@@ -27,7 +26,6 @@ Clock = Callable[[], float]
 # several times the last cache level of any processor of today, so that memory is what is read
 BUFFER_BYTES = 512 * 2**20
 SECONDS_A_KERNEL = 0.25
-RELIEF = "a shorter --context, a smaller --batch or --dtype bfloat16"
 # square matrices of these widths, the next one only where the last was quick: some processors multiply bfloat16 a
 # thousand times slower than float32
 GEMM_WIDTHS = (128, 512, 1024, 2048)
@@ -176,20 +174,6 @@ def measure_machine(
                     slow.add(name)
     progress(what, len(reads) + 1, len(reads) + 1)
     return Machine(reads, products)
-
-
-def check_memory(what: str, need: int, device: torch.device | str, *, relief: str = RELIEF) -> None:
-    """Raise KvprobeError, with the estimate, what is free and ``relief``, if ``need`` bytes are not free there."""
-    if torch.device(device).type == "cuda":
-        free, where = torch.cuda.mem_get_info(device)[0], "on the GPU"
-    else:
-        import psutil
-
-        free, where = psutil.virtual_memory().available, "in memory"
-    if need > free:
-        raise KvprobeError(
-            f"{what} would need {need / 2**30:,.2f} GiB and {free / 2**30:,.2f} GiB are free {where}: use {relief}"
-        )
 
 
 def _best(run: Callable[[], object], clock: Clock, seconds: float) -> float:

@@ -20,8 +20,10 @@ from kvprobe.decoder.model import Decoder
 from kvprobe.decoder.pool_kv_heads import share_heads
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import alone, disk_error
+from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
-from kvprobe.results.result import Row, run_record, write_whole
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Row
 from kvprobe.shape.parameters import attention_parameters
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.checkpoint import Snapshot, fingerprint

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe import interrupts
+from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
-from kvprobe.results.result import Result, write_whole
+from kvprobe.results.result import Result
 from kvprobe.results.visible import shown, visible
 
 if TYPE_CHECKING:

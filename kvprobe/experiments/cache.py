@@ -7,12 +7,12 @@ from typing import Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.progress import Progress, silent
-from kvprobe.results.result import Result, Row, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result
 from kvprobe.shape import published
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
-from kvprobe.shape.layers import as_runs, from_runs
 from kvprobe.shape.levers import rows
-from kvprobe.shape.spec import Spec
+from kvprobe.shape.spec import Spec, to_json
 
 DEFAULT_CONTEXTS = (1024, 8192)
 
@@ -61,20 +61,10 @@ def run(
         weights_source=source,
         max_positions=spec.max_positions,
         contexts=contexts,
-        spec=_as_json(spec),
+        spec=to_json(spec),
         wall_s=round(time.perf_counter() - started, 3),
     )
     return Result("cache", found, record)
-
-
-def growth(result: Result) -> list[Row]:
-    """The rows of ``result`` at every power of two, for a picture: as far as its contexts or the crossing reach."""
-    run = result.run
-    spec = _from_json(run["spec"])
-    # as far as the cache outweighs the weights, where it does within reach: that is what the picture is about
-    reach = max(*run["contexts"], min(2 * (result.rows[0]["outweighs_at"] or 0), 2**24), 2048)
-    settings = {name: run[name] for name in ("batch", "dtype", "weights_bytes", "window", "n_sink", "rank")}
-    return rows(spec, contexts=[2**power for power in range(7, reach.bit_length() + 1)], **settings)
 
 
 def find_shape(model: str, *, progress: Progress = silent) -> tuple[Spec, dict[str, Any]]:
@@ -111,24 +101,6 @@ def sentence(result: Result) -> str:
         limit = run["max_positions"]
         said += f" (beyond its {limit:,} positions)" if limit is not None and row["outweighs_at"] > limit else ""
     return said
-
-
-def _as_json(spec: Spec) -> dict[str, Any]:
-    fields = {name: value for name, value in vars(spec).items() if name in Spec.__dataclass_fields__}
-    widths = spec.intermediate_size
-    return fields | {
-        "layers": as_runs(spec.layers),
-        "intermediate_size": [*widths] if isinstance(widths, tuple) else widths,
-    }
-
-
-def _from_json(kept: Mapping[str, Any]) -> Spec:
-    widths = kept["intermediate_size"]
-    own = {
-        "layers": from_runs(kept["layers"]),
-        "intermediate_size": tuple(widths) if isinstance(widths, list) else widths,
-    }
-    return Spec(**{**kept, **own})
 
 
 def _default_contexts(max_positions: int | None) -> list[int]:

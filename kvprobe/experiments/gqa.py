@@ -17,7 +17,8 @@ from kvprobe.probes.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.probes.losses import check_score_from, default_block_length, nll, paired_interval, perplexity
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import PUBLISHED, interval_of, passage_of, training_of
-from kvprobe.results.result import Result, Row, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result, Row
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.loop import Plan, check

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 
 import torch
 
-from kvprobe.bench import busy, machine
+from kvprobe.bench import machine
 from kvprobe.bench.latency import PHASES, Bench
 from kvprobe.bench.roofline import Shape
 from kvprobe.decoder.model import from_hf
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
-from kvprobe.results.result import Result, run_record
+from kvprobe.results import phrases
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result
 
 DEFAULT_CONTEXTS = (128, 512, 1024)
 ABOVE = "what it reads stays in the processor's caches, or the machine was busy while its ceilings were measured"
@@ -84,9 +86,9 @@ def run(
 def sentence(result: Result) -> str:
     """What the rows support, in one plain sentence: the longest context that was decoded with a cache.
 
-    Of a busy machine it ends in :data:`kvprobe.bench.busy.WORDS`.
+    Of a busy machine it ends in :data:`kvprobe.results.phrases.WORDS`.
     """
-    return busy.said(_sentence(result), result.run)
+    return phrases.said(_sentence(result), result.run)
 
 
 def _sentence(result: Result) -> str:

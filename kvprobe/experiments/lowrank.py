@@ -12,7 +12,8 @@ from kvprobe.probes.lowrank import Of, Stage
 from kvprobe.probes.truncation import Allocation, BasisKind, spectrum_rows, sweep
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of
-from kvprobe.results.result import Result, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result
 from kvprobe.text import passages
 from kvprobe.text.passages import Passage, Text
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from kvprobe.bench.cache_memory import rows
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
-from kvprobe.results.result import Result, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result
 from kvprobe.shape.cache_bytes import Amount
 
 DEFAULT_CONTEXTS = (128, 512, 1024)

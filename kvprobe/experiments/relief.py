@@ -18,7 +18,8 @@ from kvprobe.probes.quantised import check_bits, quantising
 from kvprobe.probes.truncation import BasisKind
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of
-from kvprobe.results.result import Result, Row, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result, Row
 from kvprobe.shape.cache_bytes import Bill, bill
 from kvprobe.shape.spec import Spec
 

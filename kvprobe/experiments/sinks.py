@@ -7,7 +7,8 @@ from kvprobe.models.subject import Subject
 from kvprobe.probes import mass
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import passage_of
-from kvprobe.results.result import Result, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result
 from kvprobe.text import passages
 
 

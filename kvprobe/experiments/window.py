@@ -13,7 +13,8 @@ from kvprobe.probes.losses import default_block_length
 from kvprobe.probes.windows import Positions, SinkChoice, describe_local_layers, grid
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import change_of, interval_of, passage_of
-from kvprobe.results.result import Result, run_record
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result
 
 
 def run(

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.errors import KvprobeError
+from kvprobe.files.whole import sweep_temporaries
 from kvprobe.progress import Progress, silent
-from kvprobe.results.result import sweep_temporaries
 
 MANIFEST = "kvprobe.json"
 _PARTIAL = ".partial-"

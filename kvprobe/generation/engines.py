@@ -1,6 +1,6 @@
 """Which way to read a prompt and to decode is the fastest here, and the same? Chosen once, named in every run record.
 
-    reader, step = fast.reader(decoder, cache, n_tokens), fast.stepper(decoder, cache)
+    reader, step = engines.reader(decoder, cache, n_tokens), engines.stepper(decoder, cache)
     x = reader.read(ids)               # as decoder.body, of the last token; reader.name is "numba" or "torch"
     logits = step.step(token)          # as generate.decode; step.name is "numba" or "torch"
 
@@ -8,67 +8,20 @@ The torch ways are the readable decoder itself. Those of numba (:mod:`kvprobe.na
 :mod:`kvprobe.native.prefill_kernels`) read the same weights and write the same cache buffers, so all can take turns.
 """
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
 
 from kvprobe.attention.call import AttentionCall
-from kvprobe.caches.kv_cache import FullCache, KVCache, RollingCache
+from kvprobe.caches.kv_cache import KVCache
 from kvprobe.decoder import linear
-from kvprobe.decoder.model import MLP, Attend, Attention, Block, Decoder, DecoderConfig, Norm
+from kvprobe.decoder.engine import Reader, Stepper, TorchReader, TorchStep
+from kvprobe.decoder.model import Attend, Decoder, DecoderConfig
+from kvprobe.native.eligible import obstacle, unreadable
 
 Kind = Literal["auto", "numba", "torch"]
-
-# what compiled code computes itself, where nobody would see a hook or another module
-_KNOWN = {
-    *(Decoder, Block, Attention, MLP, Norm),
-    *(nn.Linear, nn.LayerNorm, nn.Embedding, nn.Identity, nn.ModuleList),
-}
-
-
-class Stepper(Protocol):
-    """A decode step bound to one decoder and one cache.
-
-    ``name`` is "numba" or "torch"; ``note`` says why it is not the fastest, or None; ``start_up_s`` the seconds that
-    making it ready took, compilation included.
-    """
-
-    name: str
-    note: str | None
-    start_up_s: float
-
-    def step(self, token: Tensor) -> Tensor:
-        """Feed one token a row, ``[batch]``, after what the cache holds; the next logits, ``[batch, vocab]``.
-
-        Raises ValueError, before anything is written, where the cache or the model's positions do not suffice.
-        """
-        ...
-
-
-class TorchStep:
-    """The decoder as it stands, for any batch, device and ``attend``."""
-
-    name = "torch"
-    start_up_s = 0.0
-
-    def __init__(
-        self, decoder: Decoder, cache: KVCache, *, attend: Attend = AttentionCall.attend, note: str | None = None
-    ) -> None:
-        self.note = note
-        self._decoder, self._cache, self._attend = decoder, cache, attend
-
-    @torch.no_grad()
-    def step(self, token: Tensor) -> Tensor:
-        """As :class:`Stepper` says, in the weights' dtype."""
-        x = self._decoder.body(token[:, None], cache=self._cache, attend=self._attend)
-        return self._decoder.logits(x[:, -1])
 
 
 def stepper(decoder: Decoder, cache: KVCache, *, attend: Attend | None = None, kind: Kind = "auto") -> Stepper:
@@ -92,35 +45,6 @@ def stepper(decoder: Decoder, cache: KVCache, *, attend: Attend | None = None, k
     step = NumbaStep(decoder, cache)
     step.start_up_s = time.perf_counter() - started
     return step
-
-
-class Reader(Protocol):
-    """A way to read prompts bound to one decoder and one cache; ``name`` is "numba" or "torch"."""
-
-    name: str
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Feed ``ids`` ``[batch, n_tokens]`` after what the cache holds; the last token's ``[batch, hidden]``.
-
-        What :meth:`Decoder.body` gives of it. Raises ValueError, before anything is written, where the cache or the
-        model's positions do not suffice.
-        """
-        ...
-
-
-class TorchReader:
-    """The decoder as it stands, with the matrix product that is the fastest here."""
-
-    name = "torch"
-
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
-        self._decoder, self._cache = decoder, cache
-
-    @torch.no_grad()
-    def read(self, ids: Tensor) -> Tensor:
-        """As :class:`Reader` says."""
-        with linear.fastest(self._decoder, ids.shape[1]):
-            return self._decoder.body(ids, cache=self._cache)[:, -1]
 
 
 def reader(decoder: Decoder, cache: KVCache, n_tokens: int, *, chunk: int | None = None, kind: Kind = "auto") -> Reader:
@@ -173,17 +97,6 @@ def compiled_reads_faster(dtype: torch.dtype, n_threads: int) -> bool:
     return best["numba"] * linear.GAIN < best["torch"]
 
 
-def unreadable(cache: KVCache, n_tokens: int) -> str | None:
-    """Why the compiled reader cannot read ``n_tokens`` more tokens a row into ``cache``; None where it can."""
-    if type(cache) is not FullCache:
-        return f"it does not know the cache {type(cache).__name__}"
-    if cache.pads is not None:
-        return "it takes no padding"
-    if any(cache.length + n_tokens > keys.shape[2] for keys in cache.keys):
-        return "a ring of the cache would roll"
-    return None
-
-
 def _why_not(decoder: Decoder, cache: KVCache, attend: Attend | None, kind: Kind) -> str | None:
     """The obstacle, if it matters. Raises ValueError for a ``kind`` that is none, and for "numba" that cannot be."""
     if kind not in ("auto", "numba", "torch"):
@@ -192,48 +105,3 @@ def _why_not(decoder: Decoder, cache: KVCache, attend: Attend | None, kind: Kind
     if kind == "numba" and why_not:
         raise ValueError(f"numba cannot be used: {why_not}")
     return why_not
-
-
-@contextmanager
-def one_thread(step: Stepper | Reader | None) -> Iterator[None]:
-    """Inside, torch works on one thread if ``step`` has threads of its own.
-
-    Two pools on the same cores take turns at them: the few small operations between two compiled steps would cost
-    more than the steps.
-    """
-    n_threads = torch.get_num_threads()
-    if step is None or step.name == "torch" or n_threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(n_threads)
-
-
-def obstacle(decoder: Decoder, cache: KVCache, attend: Attend | None = None) -> str | None:
-    """Why compiled code cannot stand in for this decoder on this cache; None where it can."""
-    weights = {parameter.dtype for parameter in decoder.parameters()}
-    plain = (torch.float32, torch.bfloat16)
-    if attend is not None:
-        return "attention is replaced"
-    if type(cache) not in (FullCache, RollingCache):
-        return f"it does not know the cache {type(cache).__name__}"
-    if any(parameter.device.type != "cpu" for parameter in decoder.parameters()) or cache.keys[0].device.type != "cpu":
-        return "the model is not on the CPU"
-    for name, module in decoder.named_modules():
-        if type(module) not in _KNOWN:
-            return f"{name} is a {type(module).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"{name or 'the decoder'} has hooks"
-    if torch.is_autocast_enabled("cpu"):
-        return "autocast is on"
-    if len(weights) != 1 or not weights <= {*plain} or cache.keys[0].dtype not in plain:
-        names = sorted(str(dtype).removeprefix("torch.") for dtype in weights | {cache.keys[0].dtype})
-        return f"it reads float32 or bfloat16, not {' and '.join(names)}"
-    if find_spec("numba") is None:
-        return "numba is not installed (pip install 'kvprobe[fast]')"
-    if os.name != "posix":
-        return "it needs a POSIX system"
-    return None

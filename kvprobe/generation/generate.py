@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.caches.kv_cache import KVCache
+from kvprobe.decoder import engine
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError
 from kvprobe.generation import engines
@@ -134,7 +135,7 @@ def prefill(
     *,
     pads: Tensor | None = None,
     chunk: int | None = None,
-    reader: engines.Reader | None = None,
+    reader: engine.Reader | None = None,
 ) -> Tensor:
     """Read ``ids`` ``[batch, length]`` into ``cache``; return the logits after the last, ``[batch, vocab]``.
 
@@ -182,8 +183,8 @@ def stream(
     eos: Sequence[int] = (),
     chunk: int | None = None,
     step: engines.Kind = "auto",
-    stepper: engines.Stepper | None = None,
-    reader: engines.Reader | None = None,
+    stepper: engine.Stepper | None = None,
+    reader: engine.Reader | None = None,
 ) -> Iterator[Step]:
     """Continue each of ``prompts`` (token ids, of any lengths), one :class:`Step` at a time.
 
@@ -232,8 +233,8 @@ def generate(
     eos: Sequence[int] = (),
     chunk: int | None = None,
     step: engines.Kind = "auto",
-    stepper: engines.Stepper | None = None,
-    reader: engines.Reader | None = None,
+    stepper: engine.Stepper | None = None,
+    reader: engine.Reader | None = None,
 ) -> Generation:
     """As :func:`stream`, all at once."""
     if cache is None and not naive:
@@ -310,8 +311,8 @@ def _steps(
     seed: int,
     eos: frozenset[int],
     chunk: int | None,
-    reader: engines.Reader | None,
-    stepper: engines.Stepper | None,
+    reader: engine.Reader | None,
+    stepper: engine.Stepper | None,
 ) -> Iterator[Step]:
     generator = torch.Generator(ids.device).manual_seed(seed)
     ended = [False] * ids.shape[0]
@@ -326,7 +327,7 @@ def _steps(
         else:
             assert stepper is not None
             logits = stepper.step(token)
-        with engines.one_thread(stepper):
+        with engine.one_thread(stepper):
             if not bool(logits.isfinite().all()):
                 raise KvprobeError(
                     f"the logits are not finite at dtype {logits.dtype}: try float32, or check the weights"

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kvprobe.bench.machine import check_memory
+from kvprobe.memory import check_memory
 from kvprobe.models import checkpoint_checks, loading
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
@@ -36,7 +36,7 @@ def load_random(
         n_parameters = spec.n_parameters or checkpoint_checks.n_described(AutoModelForCausalLM, built)
         # drawn in memory, then moved
         need, what = n_parameters * DTYPE_BYTES[dtype], f"{of['name']} with random weights at {dtype}"
-        check_memory(what, need, "cpu", relief="a smaller model or --dtype bfloat16")
+        check_memory(what, need, "cpu", hint="a smaller model or --dtype bfloat16")
         torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(built, dtype=getattr(torch, dtype))
     model = model.to(place).eval().requires_grad_(False)

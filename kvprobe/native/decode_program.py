@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from kvprobe.caches.kv_cache import KVCache, RollingCache
 from kvprobe.decoder.config import Rotary
+from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import Block, Decoder
-from kvprobe.generation.engines import one_thread
 from kvprobe.native import decode_kernels as k
 from kvprobe.native.queue import TOTAL
 from kvprobe.native.workers import Arena, Team, vector_of
@@ -57,7 +57,7 @@ class NumbaStep:
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
-        """As :class:`kvprobe.generation.engines.Stepper` says; ``[batch, vocab]`` in float32."""
+        """As :class:`kvprobe.decoder.engine.Stepper` says; ``[batch, vocab]`` in float32."""
         decoder, cache, table = self._decoder, self._cache, self._table
         vocab, whole = decoder.config.vocab, token.dtype in (torch.int32, torch.int64)
         if not whole or token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:

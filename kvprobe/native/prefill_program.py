@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from kvprobe.caches.kv_cache import KVCache
 from kvprobe.decoder.config import Rotary
+from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import Block, Decoder
-from kvprobe.generation.engines import one_thread, unreadable
 from kvprobe.native import prefill_kernels as k
+from kvprobe.native.eligible import unreadable
 from kvprobe.native.queue import TOTAL
 from kvprobe.native.tiles import BLOCK, NARROW_ROWS, TILE_ROWS
 from kvprobe.native.workers import Arena, Team, vector_of
@@ -57,7 +58,7 @@ class NumbaReader:
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
-        """As :class:`kvprobe.generation.engines.Reader` says.
+        """As :class:`kvprobe.decoder.engine.Reader` says.
 
         Raises ValueError also for ids that are none, for padding and a ring that would roll, and for a decoder whose
         weights have been given other memory.

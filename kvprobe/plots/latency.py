@@ -6,9 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from kvprobe.bench.busy import said
 from kvprobe.plots import roofline
 from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
+from kvprobe.results.phrases import said
 from kvprobe.results.result import Row
 
 

@@ -47,11 +47,13 @@ def _window(result: Result) -> "Figure":
 
 
 def _cache(result: Result) -> "Figure":
-    from kvprobe.experiments.cache import growth
     from kvprobe.plots import cache
+    from kvprobe.shape.levers import growth
 
     longest = max(row["context"] for row in result.rows)
-    return cache.figure(growth(result), [row for row in result.rows if row["context"] == longest], result.run)
+    return cache.figure(
+        growth(result.rows, result.run), [row for row in result.rows if row["context"] == longest], result.run
+    )
 
 
 def _memory(result: Result) -> "Figure":

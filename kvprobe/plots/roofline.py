@@ -5,8 +5,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvprobe.bench.busy import said
 from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, TWO_COLUMNS, legend_above, panels, styled, titled
+from kvprobe.results.phrases import said
 from kvprobe.results.result import Row
 
 # phase -> colour, marker and dashes

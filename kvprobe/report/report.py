@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvprobe import __version__
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import check_writable, disk_error
+from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
-from kvprobe.report.page import Column, Section, document, plain
-from kvprobe.results.result import write_whole
+from kvprobe.report.page import Section, document
+from kvprobe.results.html import Column, plain
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount
 from kvprobe.text.passages import Bos
 
@@ -107,7 +108,7 @@ def _or_why(section: "Measured", subject: "Subject", plan: Plan, progress: Progr
 
 def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     from kvprobe.results.phrases import bos_of
-    from kvprobe.results.result import run_record
+    from kvprobe.results.record import run_record
     from kvprobe.shape.cache_bytes import describe
     from kvprobe.text.passages import notices
 
@@ -145,13 +146,14 @@ def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
 def _bill(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import cache
     from kvprobe.plots.cache import figure
+    from kvprobe.shape.levers import growth as growth_of
 
     loaded = subject.loaded
     about = {"model": loaded.name, "revision": loaded.revision, "source": loaded.source}
     result = cache.run(loaded.spec, about=about, dtype=loaded.dtype)
     longest = max(result.run["contexts"])
     rows = [row for row in result.rows if row["context"] == longest]
-    growth = cache.growth(result)
+    growth = growth_of(result.rows, result.run)
     return {
         "sentences": [
             f"{cache.sentence(result)}.",
@@ -263,9 +265,9 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
 
 
 def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
-    from kvprobe.bench import busy
     from kvprobe.experiments import latency
     from kvprobe.plots.latency import figure
+    from kvprobe.results import phrases
 
     contexts = [*dict.fromkeys(max(2, subject.passage.n_tokens // part) for part in CONTEXT_PARTS)]
     settings: dict[str, Any] = {"contexts": contexts, "seconds": plan.seconds, "seed": plan.seed}
@@ -281,7 +283,7 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
             *([f"A row above 100 %: {latency.ABOVE}."] if unsaid else []),
         ],
         "pictures": _both(lambda width: figure(result.rows, run, width=width, title=False)),
-        "caption": busy.said(
+        "caption": phrases.said(
             "Milliseconds a token by context, with a cache and without, and both under the machine's own roof", run
         )
         + ".",
@@ -297,7 +299,7 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
             Column("fraction_of_ceiling", "of what that allows", lambda value: f"{value:.0%}"),
         ],
         "rows": result.rows,
-        "warnings": [f"{line[0].upper()}{line[1:]}." for line in busy.lines(run)],
+        "warnings": [f"{line[0].upper()}{line[1:]}." for line in phrases.lines(run)],
         "record": run,
     }
 

@@ -60,3 +60,19 @@ def _steps(number: int) -> str:
 
 def _signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "−")
+
+
+WORDS = "busy machine, not to be quoted"
+
+
+def said(text: str, run: Mapping[str, Any]) -> str:
+    """``text`` about what was timed in ``run``, and, if the machine was busy, that it is not to be quoted."""
+    return "; ".join(part for part in (text, WORDS if run.get("busy") else "") if part)
+
+
+def lines(run: Mapping[str, Any]) -> list[str]:
+    """What stands below a table of a run: nothing if the machine was quiet, else why not, or why that is not known."""
+    if run.get("busy"):
+        return [f"{WORDS}: {'; '.join(run['busy'])}"]
+    unknown = run.get("load", {}).get("unknown")
+    return [] if unknown is None else [f"whether the machine was busy is not known: {unknown}"]

@@ -4,19 +4,12 @@ import csv
 import io
 import json
 import math
-import os
-import platform
-import sys
-import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from kvprobe import __version__
+from kvprobe.files.whole import write_whole
 from kvprobe.results.textcells import from_cell, to_cell
 
 if TYPE_CHECKING:
@@ -24,9 +17,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_TEMPORARY = ".kvprobe-"
-# the packages whose version can change a number
-VERSIONED = ("kvprobe", "torch", "transformers", "tokenizers", "numpy", "scipy", "numba")
 # a notebook shows so many rows and says how many more there are
 SHOWN_ROWS = 60
 
@@ -118,14 +108,14 @@ class Result:
 
     def plot(self) -> "Figure":
         """The picture that belongs to the analysis; ValueError for one that has none."""
-        from kvprobe.plots.named import figure_of
-
-        return figure_of(self)
+        # by name: pictures are made of results, and nothing here is made of a picture
+        figure: Figure = import_module("kvprobe.plots.named").figure_of(self)
+        return figure
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the rows as a table, each text escaped."""
-        from kvprobe.bench.busy import said
-        from kvprobe.report.page import Column, table
+        from kvprobe.results.html import Column, table
+        from kvprobe.results.phrases import said
 
         some = self.rows[:SHOWN_ROWS]
         more = f", and {len(self.rows) - len(some):,} more rows" if len(some) < len(self.rows) else ""
@@ -140,99 +130,3 @@ def _json_escaped(character: str) -> str:
 
 def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON's")
-
-
-def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file so that it is there whole or, after a kill or on a full disk, as it was before.
-
-    A link stays a link: what it points to is written. A device or a pipe is written into, never replaced.
-    """
-    path = Path(path).resolve()
-    data = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
-        with path.open("wb") as special:
-            special.write(data)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sweep_temporaries(path.parent)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{_TEMPORARY}{os.getpid()}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            _is_ours(file)
-            file.write(data)
-        # mkstemp makes private files; a result is as readable as any file the user writes
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def sweep_temporaries(folder: Path) -> None:
-    """Remove what runs that were killed in the middle of `write_whole` left in a folder."""
-    for stale in folder.glob(f"{_TEMPORARY}*-*"):
-        owner = stale.name.removeprefix(_TEMPORARY).partition("-")[0]
-        # another run may sweep as well, and what cannot be removed is no reason to write nothing
-        with suppress(OSError):
-            if owner.isdecimal() and not _lives(int(owner)):
-                with stale.open("r+b") as file:
-                    if _is_ours(file):
-                        stale.unlink()
-
-
-def _lives(process: int) -> bool:
-    import psutil
-
-    return bool(psutil.pid_exists(process))
-
-
-def _is_ours(file: BinaryIO) -> bool:
-    """Lock a file, if nobody has, until it is closed: whose process is not of this machine may write it as well."""
-    if sys.platform != "win32":
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True
-
-
-def run_record(*parts: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
-    """The record of a run: what ``parts`` (model, passage) and ``settings`` say, and where and when it ran.
-
-    Files stand in it by name and SHA-256, never by path; the machine by its processor, never by host name.
-    """
-    record: dict[str, Any] = {}
-    for part in (*parts, settings):
-        if twice := sorted(record.keys() & part.keys()):
-            raise ValueError(f"a run record says {twice[0]} twice")
-        record |= part
-    record["versions"] = _versions(VERSIONED)
-    record["cpu"] = processor()
-    record["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-    return record
-
-
-def processor() -> str:
-    """The processor's model name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _versions(packages: Iterable[str]) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            # a source tree on the path has a version as well
-            found[package] = __version__ if package == "kvprobe" else "not installed"
-    return found

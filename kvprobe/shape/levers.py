@@ -1,12 +1,12 @@
 """Which lever would make a model's cache how much smaller? The relief map: one model under each of them, in bytes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvprobe.shape.cache_bytes import GROUP, Bill, LayerCache, bill, caches, describe
 from kvprobe.shape.layers import Layer
-from kvprobe.shape.spec import Spec
+from kvprobe.shape.spec import Spec, from_json
 
 
 @dataclass(frozen=True)
@@ -234,3 +234,12 @@ def _linear(spec: Spec, now: Bill) -> Iterator[Lever]:
             for index, layer in enumerate(now.layers)
         )
         yield Lever(name, "linear", replace(now, layers=layers), note)
+
+
+def growth(found: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows ``found`` at every power of two, for a picture: as far as the run's contexts or the crossing reach."""
+    spec = from_json(run["spec"])
+    # as far as the cache outweighs the weights, where it does within reach: that is what the picture is about
+    reach = max(*run["contexts"], min(2 * (found[0]["outweighs_at"] or 0), 2**24), 2048)
+    settings = {name: run[name] for name in ("batch", "dtype", "weights_bytes", "window", "n_sink", "rank")}
+    return rows(spec, contexts=[2**power for power in range(7, reach.bit_length() + 1)], **settings)

@@ -9,7 +9,7 @@ from kvprobe.errors import UnsupportedModelError
 from kvprobe.shape import families, parameters
 from kvprobe.shape.families import Family
 from kvprobe.shape.keeps import layers_of
-from kvprobe.shape.layers import Layer
+from kvprobe.shape.layers import Layer, as_runs, from_runs
 from kvprobe.shape.reading import NAMES, Reading, check_counted, check_mlp
 
 # where the text part of a multimodal configuration stands, and the family of it where it does not say itself
@@ -214,3 +214,23 @@ def _thetas(of: Reading) -> tuple[float, float | None]:
     local = local or of.real("rope_theta_local")
     theta = theta or 10000.0
     return theta, None if local == theta else local
+
+
+def to_json(spec: Spec) -> dict[str, Any]:
+    """The shape as a run record keeps it, its layers as runs of equal ones."""
+    fields = {name: value for name, value in vars(spec).items() if name in Spec.__dataclass_fields__}
+    widths = spec.intermediate_size
+    return fields | {
+        "layers": as_runs(spec.layers),
+        "intermediate_size": [*widths] if isinstance(widths, tuple) else widths,
+    }
+
+
+def from_json(kept: Mapping[str, Any]) -> Spec:
+    """The shape that `to_json` wrote."""
+    widths = kept["intermediate_size"]
+    own = {
+        "layers": from_runs(kept["layers"]),
+        "intermediate_size": tuple(widths) if isinstance(widths, list) else widths,
+    }
+    return Spec(**{**kept, **own})

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import disk_error, home
+from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
-from kvprobe.results.result import write_whole
 
 BUNDLED_SHA256 = "72555202e7c2c0f1c15bda2728a389669f762087f929391c6705c60c3800d3a2"
 MANUAL_SHA256 = "e802e404a97a2e1e657589e04ef2f6f309ae35e26220a03ff06a988b938352f9"

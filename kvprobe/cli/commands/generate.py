@@ -66,9 +66,12 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     from kvprobe.bench import busy
     from kvprobe.cli.console import emit, notice, progress_bar
     from kvprobe.decoder.model import from_hf
+    from kvprobe.files.whole import write_whole
     from kvprobe.generation import engines
     from kvprobe.generation.generate import Generation, Sampling, pieces, stream
-    from kvprobe.results.result import Result, run_record, write_whole
+    from kvprobe.results import phrases
+    from kvprobe.results.record import run_record
+    from kvprobe.results.result import Result
     from kvprobe.results.visible import harmless
     from kvprobe.text import passages
     from kvprobe.text.texts import Text, check_utf8
@@ -156,7 +159,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         emit(Result("generate", [row], run), format_=options["format_"], out=options["out"], columns=())
     elif options["out"] is not None:
         write_whole(options["out"], f"{prompt}{row['text']}\n")
-    notice(busy.said(_summary(generation, len(ids)), load), quiet=options["quiet"])
+    notice(phrases.said(_summary(generation, len(ids)), load), quiet=options["quiet"])
 
 
 def _names_a_model(word: str) -> bool:

@@ -92,9 +92,9 @@ def command(model: str, **options: Any) -> None:
       kvprobe latency gpt-124m --random-weights --end-to-end --naive-samples 8
       kvprobe latency smollm2-135m --no-compile       what compiling brings
     """
-    from kvprobe.bench import busy
     from kvprobe.cli.console import emit, notice, progress_bar, save_plot
     from kvprobe.experiments import latency
+    from kvprobe.results import phrases
     from kvprobe.results.result import Result
 
     settings = {name: options[name] for name in ("contexts", "compiled", "repeats", "seconds", "naive_samples", "seed")}
@@ -109,7 +109,7 @@ def command(model: str, **options: Any) -> None:
         notice(note, quiet=options["quiet"])
     if options["format_"] != "table":
         # of a table it is a part
-        for line in busy.lines(run):
+        for line in phrases.lines(run):
             notice(line, quiet=options["quiet"])
     shown = Result("latency", _readable(rows), run) if options["format_"] == "table" else result
     emit(shown, format_=options["format_"], out=options["out"], columns=COLUMNS, summary=_summary(rows, run))
@@ -124,12 +124,12 @@ def _readable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
-    from kvprobe.bench import busy
     from kvprobe.experiments.latency import ABOVE
+    from kvprobe.results import phrases
 
     lines = [
         "",
-        *busy.lines(run),
+        *phrases.lines(run),
         f"{run['model']} ({run['source']}), {run['dtype']}, {run['device']}: the machine reads "
         f"{run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s, "
         f"ridge point {run['ridge_point']:.1f} FLOP/B",

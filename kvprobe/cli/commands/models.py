@@ -16,7 +16,8 @@ def command(**options: Any) -> None:
     """
     from kvprobe.cli.console import emit
     from kvprobe.models import loading
-    from kvprobe.results.result import Result, run_record
+    from kvprobe.results.record import run_record
+    from kvprobe.results.result import Result
 
     result = Result("models", loading.available(), run_record())
     emit(

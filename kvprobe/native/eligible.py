@@ -1,0 +1,54 @@
+"""May compiled code stand in for this decoder on this cache? If not, why not."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from kvprobe.caches.kv_cache import FullCache, KVCache, RollingCache
+from kvprobe.decoder.model import MLP, Attend, Attention, Block, Decoder, Norm
+
+# what compiled code computes itself, where nobody would see a hook or another module
+_KNOWN = {
+    *(Decoder, Block, Attention, MLP, Norm),
+    *(nn.Linear, nn.LayerNorm, nn.Embedding, nn.Identity, nn.ModuleList),
+}
+
+
+def unreadable(cache: KVCache, n_tokens: int) -> str | None:
+    """Why the compiled reader cannot read ``n_tokens`` more tokens a row into ``cache``; None where it can."""
+    if type(cache) is not FullCache:
+        return f"it does not know the cache {type(cache).__name__}"
+    if cache.pads is not None:
+        return "it takes no padding"
+    if any(cache.length + n_tokens > keys.shape[2] for keys in cache.keys):
+        return "a ring of the cache would roll"
+    return None
+
+
+def obstacle(decoder: Decoder, cache: KVCache, attend: Attend | None = None) -> str | None:
+    """Why compiled code cannot stand in for this decoder on this cache; None where it can."""
+    weights = {parameter.dtype for parameter in decoder.parameters()}
+    plain = (torch.float32, torch.bfloat16)
+    if attend is not None:
+        return "attention is replaced"
+    if type(cache) not in (FullCache, RollingCache):
+        return f"it does not know the cache {type(cache).__name__}"
+    if any(parameter.device.type != "cpu" for parameter in decoder.parameters()) or cache.keys[0].device.type != "cpu":
+        return "the model is not on the CPU"
+    for name, module in decoder.named_modules():
+        if type(module) not in _KNOWN:
+            return f"{name} is a {type(module).__name__}"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name or 'the decoder'} has hooks"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    if len(weights) != 1 or not weights <= {*plain} or cache.keys[0].dtype not in plain:
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in weights | {cache.keys[0].dtype})
+        return f"it reads float32 or bfloat16, not {' and '.join(names)}"
+    if find_spec("numba") is None:
+        return "numba is not installed (pip install 'kvprobe[fast]')"
+    if os.name != "posix":
+        return "it needs a POSIX system"
+    return None
