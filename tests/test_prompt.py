@@ -376,6 +376,7 @@ def test_a_second_thread_is_refused_and_changes_nothing():
 
     def meanwhile(table, thread, *kinds):
         if thread == 0:
+            reader._team._work = work
             other = threading.Thread(target=another)
             other.start()
             other.join()

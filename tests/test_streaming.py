@@ -220,9 +220,9 @@ def test_a_resumed_stream_does_not_begin_again(tmp_path, monkeypatch):
     ("save_s", "every", "saved_at"),
     [
         (0, None, [3, 6, 9, 12, 15]),  # each 30 s
-        (4, None, [3, 7, 11, 15]),  # a save of 4 s is worth 40 s of work
+        (10, None, [3, 13]),  # a save of 10 s is worth 100 s of work
         (0, 36, [3, 5, 8, 11, 14, 15]),  # and at a result: tokens 36, 72 and 106 are read with chunks 5, 11 and 15
-        (4, 36, [3, 7, 11, 15]),  # unless that, too, is within the 40 s
+        (10, 36, [3, 13]),  # unless that, too, is within the 100 s
     ],
 )
 def test_a_state_is_saved_each_30_s_and_at_results_unless_that_took_a_tenth(
