@@ -1,5 +1,6 @@
 """How does a figure come from result files onto paper? Read, draw for one column and for two, save in three formats."""
 
+import reprlib
 import shlex
 import sys
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from kvprobe.results.result import Result
 # fonts inside the pdf as TrueType and the svg as outlines; no dates: the same results give the same files
 SETTINGS = {"pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "kvprobe"}
 UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
-# what a result of strange numbers, or without some, raises while it is drawn
+# what a result without a field or a row, or with a strange value in its record, raises while it is drawn; what also may
+# come of the figure's own mistake, so that the error says both
 UNDRAWN = (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
 SIZES = {"": ONE_COLUMN, "-wide": TWO_COLUMNS}
 
@@ -31,7 +33,8 @@ class Picture:
 
     ``draw(result, width)`` gets that result, or ``draw(width)`` nothing. ``arguments`` are what its analysis is given;
     with MODEL among them the result is of one model, and has to be made anew for another. Where it takes ``hours``,
-    ``make figures`` leaves it to be asked for.
+    ``make figures`` leaves it to be asked for. ``numbers`` are the columns, by name, that hold a finite number in every
+    row of the result.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Picture:
     needs: str | None = None
     arguments: str = "MODEL"
     hours: bool = False
+    numbers: str = ""
 
     def save(self, results: Path, out: Path) -> list[Path]:
         """Write NAME (one column) and NAME-wide (two) as pdf, svg and png; returns the paths.
@@ -57,8 +61,11 @@ class Picture:
                     with mpl.rc_context(SETTINGS):
                         figure.savefig(data, format=kind, dpi=300, metadata=metadata)
                 except UNDRAWN as error:
+                    if not inputs:
+                        raise
                     why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                    raise KvprobeError(f"{self._file(results)} cannot be drawn ({why}): {self._remedy()}") from error
+                    said = f"{self._file(results)} cannot be drawn ({why}): {self._remedy()}"
+                    raise KvprobeError(f"{said}; if a new one cannot be drawn, the figure is at fault") from error
                 path = out / f"{self.name}{suffix}.{kind}"
                 try:
                     write_whole(path, data.getvalue())
@@ -78,6 +85,12 @@ class Picture:
             raise KvprobeError(f"{path} is no result ({error}): {self._remedy()}") from error
         if found.analysis != self.needs:
             raise KvprobeError(f"{path} is a result of {found.analysis}, not of {self.needs}: {self._remedy()}")
+        for i, row in enumerate(found.rows, start=1):
+            for field in self.numbers.split():
+                if not _is_number(row.get(field)):
+                    what = f"is {reprlib.repr(row[field])}, no number" if field in row else "is not there"
+                    why = f"row {i}: {field} {what}"
+                    raise KvprobeError(f"{path} is no result of {self.needs} ({why}): {self._remedy()}")
         return found
 
     def missing(self, results: Path, model: str) -> bool:
@@ -117,3 +130,8 @@ class Picture:
 
     def _remedy(self) -> str:
         return f"make it with `python -m {self.analysis('MODEL')}`" + (", which takes hours" if self.hours else "")
+
+
+def _is_number(value: object) -> bool:
+    # JSON holds whole numbers of any length
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -25,7 +25,9 @@ def draw(result: Result, width: float) -> Figure:
         return titled(figure, "; ".join(said)) if said else figure
 
 
-PICTURE = Picture("gqa", draw, needs="gqa", arguments="--cells results/gqa", hours=True)
+PICTURE = Picture(
+    "gqa", draw, needs="gqa", arguments="--cells results/gqa", hours=True, numbers="best_val_loss cache_bytes_per_token"
+)
 
 if __name__ == "__main__":
     PICTURE.main()

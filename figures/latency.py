@@ -15,13 +15,17 @@ from kvprobe.results.result import Result
 def draw(result: Result, width: float) -> Figure:
     """Medians with quartiles, and the least that a cached step can take; that the machine was busy stands above."""
     rows = [roofline.with_rates(row) for row in result.rows if row["batch"] == result.run["batches"][0]]
+    if not rows:
+        raise ValueError(f"no row is of batch {result.run['batches'][0]}")
     with styled():
         figure, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 2.9)
         latency.draw(rows, ax)
         return titled(figure, said("", result.run))
 
 
-PICTURE = Picture("latency", draw, needs="latency")
+PICTURE = Picture(
+    "latency", draw, needs="latency", numbers="context batch ms_median ms_low ms_high flops fraction_of_ceiling"
+)
 
 if __name__ == "__main__":
     PICTURE.main()

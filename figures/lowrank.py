@@ -16,7 +16,9 @@ def draw(result: Result, width: float) -> Figure:
     return lowrank.figure(pooled(result.rows), result.run, width=width, title=False)
 
 
-PICTURE = Picture("lowrank", draw, needs="lowrank", arguments="MODEL --text bundled")
+PICTURE = Picture(
+    "lowrank", draw, needs="lowrank", arguments="MODEL --text bundled", numbers="loss delta delta_low delta_high"
+)
 
 if __name__ == "__main__":
     PICTURE.main()

@@ -26,7 +26,7 @@ def draw(result: Result, width: float) -> Figure:
     return figure
 
 
-PICTURE = Picture("memory", draw, needs="memory")
+PICTURE = Picture("memory", draw, needs="memory", numbers="context formula_bytes measured_bytes pinned_bytes")
 
 if __name__ == "__main__":
     PICTURE.main()

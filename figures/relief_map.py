@@ -15,7 +15,13 @@ def draw(result: Result, width: float) -> Figure:
     return relief.figure(result.rows, result.run, width=width, title=False)
 
 
-PICTURE = Picture("relief_map", draw, needs="relief_map", arguments="MODEL --text bundled")
+PICTURE = Picture(
+    "relief_map",
+    draw,
+    needs="relief_map",
+    arguments="MODEL --text bundled",
+    numbers="loss delta delta_low delta_high bytes_per_token",
+)
 
 if __name__ == "__main__":
     PICTURE.main()

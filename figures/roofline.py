@@ -15,7 +15,7 @@ def draw(result: Result, width: float) -> Figure:
     return roofline.figure(result.rows, result.run, width=width, title=False)
 
 
-PICTURE = Picture("roofline", draw, needs="roofline")
+PICTURE = Picture("roofline", draw, needs="roofline", numbers="ms_median flops intensity fraction_of_ceiling")
 
 if __name__ == "__main__":
     PICTURE.main()

@@ -15,7 +15,7 @@ def draw(result: Result, width: float) -> Figure:
     return sinks.figure(result.rows, result.run, width=width, title=False)
 
 
-PICTURE = Picture("sinks", draw, needs="sinks", arguments="MODEL --text bundled")
+PICTURE = Picture("sinks", draw, needs="sinks", arguments="MODEL --text bundled", numbers="layer mass uniform")
 
 if __name__ == "__main__":
     PICTURE.main()

@@ -43,6 +43,7 @@ PICTURE = Picture(
     draw,
     needs="window",
     arguments="MODEL --text bundled --window 64 --window 128 --window 256 --window 512",
+    numbers="n_sink delta delta_low delta_high",
 )
 
 if __name__ == "__main__":

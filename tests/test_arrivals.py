@@ -240,11 +240,11 @@ def test_no_family_is_refused_as_it_was_saved(family, gpt2_tokenizer_files, tmp_
 
 REFUSED = """
 import sys
-from kvprobe import models
+from kvprobe.models import loading
 from kvprobe.errors import KvprobeError
 for name in sys.argv[1:]:
     try:
-        models.load(name, device="cpu")
+        loading.load(name, device="cpu")
     except KvprobeError as error:
         print(error)
 assert "torch" not in sys.modules

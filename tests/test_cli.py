@@ -182,7 +182,8 @@ def test_an_interrupt_that_comes_out_as_another_error_is_130_too(tmp_path, error
     # as an import that is interrupted may turn it into an ImportError, or panic
     code = f"""
 import os, signal
-from kvprobe import cli, models
+from kvprobe.cli import main as cli
+from kvprobe.models import loading
 def load_spec(*_, **__):
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -190,7 +191,7 @@ def load_spec(*_, **__):
             pass
     except KeyboardInterrupt:
         raise {error}
-models.load_spec = load_spec
+loading.load_spec = load_spec
 signal.signal(signal.SIGINT, signal.default_int_handler)
 cli.main(["cache", "./here"])
 """

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 
 import pytest
@@ -131,23 +130,40 @@ def test_a_stream_reads_as_many_tokens_as_the_user_gave_and_is_the_mask(run, tin
         assert [row["tokens_scored"] for row in streamed] == [149, 149]
 
 
+# dies by SIGKILL when the second result is on disk; where no time passes, each is put there at once
+DIES = """
+import os, signal
+from types import SimpleNamespace
+from kvprobe.cli.main import main
+from kvprobe.experiments import stream_checkpoint, streaming
+
+write = stream_checkpoint.State.write
+
+def write_and_die(state, standing, cache=None):
+    write(state, standing, cache)
+    if len(standing.stretches) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+streaming.time = SimpleNamespace(monotonic=lambda: 0.0)
+stream_checkpoint.State.write = write_and_die
+main()
+"""
+
+
 def test_a_killed_stream_is_resumed_by_the_same_command(run, tiny_llama, home, tmp_path):
     (tmp_path / "text").write_text("".join(chr(33 + i * i % 89) for i in range(3000)))
     command = [tiny_llama, *STREAM, "--window", 32, "--text", tmp_path / "text", "--every", 500]
     expected = document(run(*command))["rows"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from kvprobe.cli.main import main; main()", "window", *map(str, command)],
+    killed = subprocess.run(
+        [sys.executable, "-c", DIES, "window", *map(str, command)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stderr=subprocess.DEVNULL,
+        check=False,
     )
-    # until the sums of some stretches, and so the cache, are in the file
-    while process.poll() is None and not any(path.stat().st_size > 4000 for path in home.glob("streams/*.safetensors")):
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    assert killed.returncode == -signal.SIGKILL
     again = run(*command)
-    assert "resuming window 32 + " in again.stderr
-    assert "of 3,000 (--no-resume starts afresh)" in again.stderr
+    # the second result, of 1,000 tokens, is in the chunk of 32 that ends there
+    assert "resuming window 32 + 0 sinks at token 1,024 of 3,000 (--no-resume starts afresh)" in again.stderr
     found = document(again)
     assert found["rows"] == expected
     assert found["run"]["n_resumed"] == 1

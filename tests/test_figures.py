@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from io import BytesIO
 
 import pytest
@@ -212,24 +213,57 @@ def test_a_file_that_is_no_result_is_named(text, tmp_path):
         ALL["sinks"].save(tmp_path, tmp_path)
 
 
-def test_a_result_without_a_field_is_named_with_it(tmp_path):
+def test_a_result_without_a_column_is_named_with_it(tmp_path):
     Result("sinks", [{"layer": 0, "mass": 0.5}], RUN).save(tmp_path / "sinks")
-    with pytest.raises(KvprobeError, match=r"sinks.json cannot be drawn \(KeyError: 'uniform'\): make it with"):
+    with pytest.raises(KvprobeError, match=r"sinks\.json is no result of sinks \(row 1: uniform is not there\): make"):
         ALL["sinks"].save(tmp_path, tmp_path)
+    Result("sinks", [{"layer": 0, "mass": 0.5, "uniform": 0.1}], RUN).save(tmp_path / "sinks")
+    with pytest.raises(KvprobeError, match=r"sinks\.json cannot be drawn \(KeyError: 'head_mass'\): make it with"):
+        ALL["sinks"].save(tmp_path, tmp_path)
+
+
+def test_an_error_while_drawing_blames_the_figure_too_and_without_a_result_nothing_else(results, tmp_path):
+    mistaken = Picture("sinks", lambda result, width: len(7), needs="sinks")
+    with pytest.raises(KvprobeError, match=r"drawn \(TypeError: .*\): make it with .*; if a new .* figure is at fault"):
+        mistaken.save(results, tmp_path)
+    with pytest.raises(TypeError):
+        Picture("drawn", lambda width: len(7)).save(results, tmp_path)
+
+
+# what nobody can draw of nothing but zeros; the others are points at zero
+ZEROS = {"latency": "ValueError: no row is of batch 1", "roofline": "ZeroDivisionError: float division by zero"}
+
+
+def with_every_number(value, name, folder):
+    rows = [{field: value if isinstance(of, int | float) else of for field, of in row.items()} for row in RESULTS[name]]
+    Result(name, rows, RUN).save(folder / name)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", RESULTS)
-@pytest.mark.parametrize("value", [0, "x", None, 10**400], ids=["zero", "word", "null", "huge"])
-def test_strange_numbers_are_drawn_or_named(name, value, tmp_path, monkeypatch):
+def test_zeros_are_drawn_where_they_can_be(name, tmp_path, monkeypatch):
     monkeypatch.setattr(_paper, "SIZES", {"": 3.3})
     monkeypatch.setattr(_paper, "UNDATED", {"svg": {"Date": None}})
-    rows = [{field: value if isinstance(of, int | float) else of for field, of in row.items()} for row in RESULTS[name]]
-    Result(name, rows, RUN).save(tmp_path / name)
-    try:
-        assert ALL[name].save(tmp_path, tmp_path / "drawn")
-    except KvprobeError as error:
-        assert f"{name}.json cannot be drawn" in str(error)  # noqa: PT017 (either is right)
+    with_every_number(0, name, tmp_path)
+    drawn = nullcontext()
+    if name in ZEROS:
+        drawn = pytest.raises(KvprobeError, match=re.escape(f"{name}.json cannot be drawn ({ZEROS[name]}): make it"))
+    with drawn:
+        ALL[name].save(tmp_path, tmp_path)
+    assert (tmp_path / f"{name}.svg").exists() is (name not in ZEROS)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize(
+    ("value", "said"), [("x", "'x'"), (None, "None"), (10**400, "1000000000.*0000000"), (True, "True")]
+)
+def test_what_should_be_a_number_and_is_none_is_named_with_its_place(name, value, said, tmp_path):
+    with_every_number(value, name, tmp_path)
+    column = ALL[name].numbers.split()[0]
+    wanted = rf"{name}\.json is no result of {name} \(row 1: {column} is {said}, no number\): make it with"
+    with pytest.raises(KvprobeError, match=wanted):
+        ALL[name].save(tmp_path, tmp_path)
+    assert ALL[name].missing(tmp_path, "tiny") is not ALL[name].hours
 
 
 def test_a_result_of_another_analysis_is_not_drawn(tmp_path):

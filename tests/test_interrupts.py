@@ -93,12 +93,13 @@ def press(*_):
     os.kill(os.getpid(), {number})
     sum(range(1000))
 {LOST[lost]}
-from kvprobe import cli, models
+from kvprobe.cli import main as cli
+from kvprobe.models import loading
 before = models.load_spec
 def load_spec(*arguments, **named):
     lose()
     return before(*arguments, **named)
-models.load_spec = load_spec
+loading.load_spec = load_spec
 cli.main(["cache", {str(shape)!r}, "--out", {str(shape / "bill")!r}])
 """
     done = ran(code)
@@ -109,14 +110,15 @@ cli.main(["cache", {str(shape)!r}, "--out", {str(shape / "bill")!r}])
 
 def test_a_second_one_ends_at_once(shape):
     code = f"""{PREPARED}
-from kvprobe import cli, models
+from kvprobe.cli import main as cli
+from kvprobe.models import loading
 def load_spec(*_, **__):
     try:
         os.kill(os.getpid(), 2)
     finally:
         os.kill(os.getpid(), 2)
         print("still here", flush=True)
-models.load_spec = load_spec
+loading.load_spec = load_spec
 cli.main(["cache", {str(shape)!r}])
 """
     done = ran(code)
@@ -153,7 +155,7 @@ def test_in_the_middle_of_a_write_the_file_is_whole_or_as_it_was(shape, when):
     out.write_text("old")
     code = f"""{PREPARED}
 from pathlib import Path
-from kvprobe import cli
+from kvprobe.cli import main as cli
 before = Path.replace
 def replace(self, target):
     {"before(self, target)" if when == "after" else ""}

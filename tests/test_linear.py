@@ -1,4 +1,4 @@
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,17 +79,29 @@ def test_outside_the_block_torch_is_as_it_was_even_after_an_error(monkeypatch):
 
 
 def test_the_faster_one_is_taken_and_a_missing_one_is_not(monkeypatch):
-    def slow(*given):
-        time.sleep(0.004)
-        return F.linear(*given)
+    now = 0.0
+    monkeypatch.setattr(linear, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def taking(*seconds):
+        turns = iter(seconds)
+
+        def product(*given):
+            nonlocal now
+            now += next(turns)
+            return F.linear(*given)
+
+        return product
 
     def missing(*given):
         raise RuntimeError("not built in")
 
-    x, weight = torch.randn(2, 3), torch.randn(4, 3)
-    for fake, expected in ((slow, "torch"), (missing, "torch")):
-        monkeypatch.setitem(LINEARS, "onednn", fake)
-        assert linear._quickest(("torch", "onednn"), x, weight) == expected
-    monkeypatch.setitem(LINEARS, "onednn", F.linear)
-    monkeypatch.setitem(LINEARS, "torch", slow)
-    assert linear._quickest(("torch", "onednn"), x, weight) == "onednn"
+    def quickest(torchs, onednns):
+        monkeypatch.setitem(LINEARS, "torch", torchs)
+        monkeypatch.setitem(LINEARS, "onednn", onednns)
+        return linear._quickest(("torch", "onednn"), torch.randn(2, 3), torch.randn(4, 3))
+
+    # the best of each after its first; torch's own unless the other gains a twentieth
+    assert quickest(taking(9, 104, 300, 300), taking(1, 900, 900, 100)) == "torch"
+    assert quickest(taking(9, 300, 106, 300), taking(900, 900, 100, 900)) == "onednn"
+    assert quickest(taking(1, 1, 1, 1), taking(9, 9, 9, 9)) == "torch"
+    assert quickest(taking(9, 9, 9, 9), missing) == "torch"

@@ -3,8 +3,8 @@ import re
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -272,20 +272,22 @@ def test_what_compiled_code_would_pass_by_is_an_obstacle():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_faster_is_measured(dtype, monkeypatch):
-    def delayed(read):
-        def slow(self, ids):
-            sleep(0.05)
+@pytest.mark.parametrize(("compiled_s", "torch_s", "faster"), [(1.0, 1.06, True), (1.0, 1.04, False)])
+def test_what_is_faster_is_measured(dtype, compiled_s, torch_s, faster, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=lambda: now, sleep=lambda seconds: None))
+
+    def taking(seconds, read):
+        def timed(self, ids):
+            nonlocal now
+            now += seconds
             return read(self, ids)
 
-        return slow
+        return timed
 
-    from time import sleep
-
-    for slower, faster in ((engine.TorchReader, True), (prefill_program.NumbaReader, False)):
-        with monkeypatch.context() as patch:
-            patch.setattr(slower, "read", delayed(slower.read))
-            assert engines.compiled_reads_faster.__wrapped__(dtype, 1) is faster
+    for reader, seconds in ((prefill_program.NumbaReader, compiled_s), (engine.TorchReader, torch_s)):
+        monkeypatch.setattr(reader, "read", taking(seconds, reader.read))
+    assert engines.compiled_reads_faster.__wrapped__(dtype, 1) is faster
 
 
 @pytest.mark.parametrize("step", ["numba", "torch"])
@@ -358,35 +360,35 @@ def test_the_default_dtype_and_device_are_nobodys_business(dtype):
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.device("meta"):
-        assert engines.compiled_reads_faster.__wrapped__(torch.float32, 1) in (True, False)
+        engines.compiled_reads_faster.__wrapped__(torch.float32, 1)
         reader = compiled(decoder, caches[2])
     assert torch.equal(reader.read(ids[:, :39]), expected)
 
 
 def test_a_second_thread_is_refused_and_changes_nothing():
-    decoder = random_decoder(replace(CONFIG, hidden=300, mlp_width=2000, n_layers=3, windows=()))
-    ids, cache = tiny_ids(250), decoder.full_cache(251)
+    decoder, ids = random_decoder(CONFIG), tiny_ids(250)
+    cache = decoder.full_cache(251)
     reader = compiled(decoder, cache, n_threads=2)
     expected = reader.read(ids)
-    for _ in range(5):
-        cache.reset()
-        found, refused = [], []
+    cache.reset()
+    refused, work = [], reader._team._work
 
-        def another(found=found, refused=refused):
-            while cache._q_len == 0 and not found:
-                pass
-            try:
-                reader.read(ids[:, :1])
-            except ValueError as error:
-                refused.append(str(error))
+    def another():
+        with pytest.raises(ValueError, match="another thread is in the middle of one"):
+            reader.read(ids[:, :1])
+        refused.append(True)
 
-        thread = threading.Thread(target=another)
-        thread.start()
-        found.append(reader.read(ids))
-        thread.join()
-        assert torch.equal(found[0], expected)
-        # or it came when the first had ended
-        assert cache.length == 251 or "another thread is in the middle of one" in refused[0]
+    def meanwhile(table, thread, *kinds):
+        if thread == 0:
+            reader._team._work = work
+            other = threading.Thread(target=another)
+            other.start()
+            other.join()
+        work(table, thread, *kinds)
+
+    reader._team._work = meanwhile
+    assert torch.equal(reader.read(ids), expected)
+    assert (refused, cache.length) == ([True], 250)
 
 
 def test_what_an_interrupt_left_is_not_written_into_what_comes_after():

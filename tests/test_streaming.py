@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.experiments import streaming
 from kvprobe.experiments.stream_checkpoint import Standing, State, Stretch, identity
 from kvprobe.experiments.streaming import Plan, rows, stream
 from kvprobe.probes.windows import windowed
@@ -107,6 +109,7 @@ def test_memory_does_not_depend_on_how_much_was_read():
             tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
             held.append(sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()))
 
+    gc.collect()  # tensors of other tests, which would go in the middle
     stream(decoder, ids, Plan(windows=(16,), sinks=(4,), positions="cache"), progress=weigh)
     assert len(held) >= 6
     assert len(set(held)) == 1
@@ -124,7 +127,7 @@ import json, os, signal, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 import torch
-from kvprobe import checkpoint, results, streaming
+from kvprobe.experiments import streaming
 from test_decoder import rope_decoder
 from test_streaming import SOME, state_of
 from tiny import tiny_ids
@@ -184,7 +187,9 @@ def test_killed_anywhere_and_resumed_the_losses_are_the_same_bits(tmp_path):
     assert sum(died[1] for _, _, died, *_ in answer["found"]) >= 4
 
 
-def test_a_resumed_stream_does_not_begin_again(tmp_path):
+def test_a_resumed_stream_does_not_begin_again(tmp_path, monkeypatch):
+    # where no time passes it saves at every result, and only there
+    monkeypatch.setattr(streaming, "time", SimpleNamespace(monotonic=lambda: 0.0))
     decoder, ids = rope_decoder(), tiny_ids(400)[0]
     state = state_of(tmp_path / "s", SOME, ids)
     expected, told = stream(decoder, ids, SOME), []
@@ -197,11 +202,10 @@ def test_a_resumed_stream_does_not_begin_again(tmp_path):
         stream(decoder, ids, SOME, state=state, progress=stop)
     standing = state.read()
     assert standing.done == (expected[0],)
-    assert standing.stretches == expected[1][: len(standing.stretches)]
-    assert standing.length > 0
-    assert standing.length % 7 == 0
+    # of the results every 50 tokens the fourth, after 29 chunks of 7; the fifth was about to be saved
+    assert (standing.stretches, standing.length) == (expected[1][:4], 203)
     assert stream(decoder, ids, SOME, state=state, progress=lambda *given: told.append(given)) == expected
-    assert told[0][:2] == ("window 8 + 3 sinks", standing.length + 8)
+    assert told[0][:2] == ("window 8 + 3 sinks", 203 + 8)
     finished = state.read()
     assert (finished.done, finished.resumed) == (tuple(expected), 1)
     # and a finished one is only read
@@ -210,6 +214,37 @@ def test_a_resumed_stream_does_not_begin_again(tmp_path):
     state.remove()
     assert state.read() is None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("save_s", "every", "saved_at"),
+    [
+        (0, None, [3, 6, 9, 12, 15]),  # each 30 s
+        (10, None, [3, 13]),  # a save of 10 s is worth 100 s of work
+        (0, 36, [3, 5, 8, 11, 14, 15]),  # and at a result: tokens 36, 72 and 106 are read with chunks 5, 11 and 15
+        (10, 36, [3, 13]),  # unless that, too, is within the 100 s
+    ],
+)
+def test_a_state_is_saved_each_30_s_and_at_results_unless_that_took_a_tenth(
+    save_s, every, saved_at, tmp_path, monkeypatch
+):
+    now, read, saves = 0.0, 0, []
+
+    def work(*_):
+        nonlocal now, read
+        now, read = now + 10, read + 1
+
+    def save(state, standing, cache=None):
+        nonlocal now
+        now += save_s
+        if cache is not None:
+            saves.append(read)
+
+    monkeypatch.setattr(streaming, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(State, "write", save)
+    plan, ids = Plan(windows=(8,), positions="cache", chunk=7, every=every), tiny_ids(7 * 15 + 1)[0]
+    stream(rope_decoder(), ids, plan, state=state_of(tmp_path / "s", plan, ids), progress=work)
+    assert saves == saved_at
 
 
 @pytest.mark.parametrize(
