@@ -95,7 +95,7 @@ def press(*_):
 {LOST[lost]}
 from kvprobe.cli import main as cli
 from kvprobe.models import loading
-before = models.load_spec
+before = loading.load_spec
 def load_spec(*arguments, **named):
     lose()
     return before(*arguments, **named)
