@@ -186,7 +186,7 @@ def test_a_snapshot_is_read_by_whatever_path_it_is_reached(snapshot, tmp_path, m
     (tmp_path / "outside").write_bytes(b"")
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(tmp_path / "outside")
-    with pytest.raises(KvprobeError, match="^c0ffee names weights outside its directory"):
+    with pytest.raises(KvprobeError, match=r"^c0ffee names weights outside its directory"):
         headers.weight_files(Path())
 
 
@@ -198,7 +198,7 @@ def test_a_directory_of_links_into_the_hubs_blobs_is_read(snapshot, tmp_path):
     (snapshot.parents[1] / "blobs").rename(snapshot.parents[1] / "other")
     (local / "model.safetensors").unlink()
     (local / "model.safetensors").symlink_to(snapshot.parents[1] / "other" / "01ab")
-    with pytest.raises(KvprobeError, match="^local names weights outside its directory"):
+    with pytest.raises(KvprobeError, match=r"^local names weights outside its directory"):
         headers.weight_files(local)
 
 

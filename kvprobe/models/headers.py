@@ -42,7 +42,8 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory; none where it has neither one file of weights nor an index.
 
     As transformers chooses (`PreTrainedModel.from_pretrained`): model.safetensors alone where it is there, and what the
-    index names otherwise. Raises KvprobeError where the index is damaged, or a file that it names is missing or lies outside.
+    index names otherwise. Raises KvprobeError where the index is damaged, or a file that it names is missing or lies
+    outside.
     """
     if _by_index(directory):
         return [_checked(directory, name) for name in sorted(set(_index(directory).values()))]
