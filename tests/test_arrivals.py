@@ -135,6 +135,42 @@ def test_fp8_without_one_of_its_scales_is_refused(llama):
     assert f"nothing says how {key} (F8_E4M3) is scaled" in llama.refused(quantization_config=FP8)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (), (4, 1), (8, 8), (2, 4, 4)])
+def test_fp8_with_scales_that_do_not_fit_the_declared_blocks_is_refused(llama, shape):
+    llama.weights, _ = in_blocks(llama.weights)
+    key = "model.layers.1.self_attn.q_proj.weight"
+    assert llama.weights[f"{key}_scale_inv"].shape == (4, 4)
+    llama.weights[f"{key}_scale_inv"] = torch.ones(shape)
+    told = llama.refused(UnsupportedModelError, quantization_config=FP8)
+    assert f"{key}_scale_inv of the shape [{', '.join(map(str, shape))}], which does not fit {key} of" in told
+    assert "[32, 32] by a weight_block_size of 8 × 8" in told
+
+
+def test_fp8_in_blocks_of_another_size_than_declared_is_refused(llama):
+    llama.weights, _ = in_blocks(llama.weights)
+    for size in ([16, 16], [8, 16], [8], "8", None):
+        told = llama.refused(UnsupportedModelError, quantization_config=FP8 | {"weight_block_size": size})
+        assert "which does not fit" in told
+
+
+def test_fp8_with_blocks_that_run_over_the_edge_is_refused(llama):
+    """32 rows in blocks of 24 are 24 and 8; transformers would make them 16 and 16."""
+    key = "model.layers.1.self_attn.q_proj.weight"
+    llama.weights |= {key: llama.weights[key].to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(2, 1)}
+    told = llama.refused(UnsupportedModelError, quantization_config=FP8 | {"weight_block_size": [24, 64]})
+    assert f"{key} of the shape [32, 32], no whole number of blocks of 24 × 64" in told
+
+
+def test_fp8_with_one_scale_a_tensor_is_the_same_model(llama):
+    key = "model.layers.1.self_attn.q_proj.weight"
+    codes = llama.weights[key].to(torch.float8_e4m3fn)
+    llama.weights[key] = codes.float() * 0.5
+    plain = llama.load()
+    for shape in ((), (1,), (1, 1)):
+        llama.weights |= {key: codes, f"{key}_scale_inv": torch.full(shape, 0.5)}
+        assert same(llama.load(quantization_config=FP8 | {"weight_block_size": None}), plain)
+
+
 def test_fp8_with_a_scale_that_belongs_to_nothing_is_refused(llama):
     llama.weights, _ = in_blocks(llama.weights)
     llama.weights["model.layers.1.self_attn.q_proj.input_scale"] = torch.ones(1)
@@ -199,7 +235,7 @@ def test_every_single_weight_is_missed(tiny_llama, tmp_path):
 def test_what_is_made_anew_may_be_left(llama, tiny_llama):
     plain = loading.load(str(tiny_llama), device="cpu").model
     for layer in range(3):
-        llama.weights[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        llama.weights[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = frequencies(10_000)
         llama.weights[f"model.layers.{layer}.self_attn.rotary_emb.cos_cached"] = torch.ones(1, 1, 16, 8)
         llama.weights[f"model.layers.{layer}.self_attn.masked_bias"] = torch.tensor(-1e9)
         llama.weights[f"model.layers.{layer}.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
@@ -208,6 +244,42 @@ def test_what_is_made_anew_may_be_left(llama, tiny_llama):
     # under the mask's name, but of a vector's shape
     llama.weights["model.layers.1.attn.bias"] = torch.ones(32)
     assert "first model.layers.1.attn.bias" in llama.refused()
+
+
+def frequencies(base):
+    """Of RoPE over a head of 8 components: one for each pair i, the base to the power of -2i / 8."""
+    return torch.tensor([1, base**-0.25, base**-0.5, base**-0.75])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_frequencies_of_another_base_are_refused_and_rounded_ones_are_not(llama, dtype):
+    key = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    llama.weights[key] = frequencies(10_000).to(getattr(torch, dtype))
+    llama.load()
+    llama.load(rope_scaling={"rope_type": "linear", "factor": 4.0})  # which scales positions, not what is in the file
+    llama.weights[key] = frequencies(20_000).to(getattr(torch, dtype))
+    assert re.match(rf"llama has a RoPE in {re.escape(key)} \(4 frequencies down to 0\.00059", llama.refused())
+    llama.load(rope_theta=20_000.0)
+
+
+@pytest.mark.parametrize(
+    "held", [torch.ones(2), torch.ones(0), torch.ones(4, dtype=torch.int64), torch.ones(4) * float("nan")]
+)
+def test_frequencies_that_are_none_of_this_head_are_refused(llama, held):
+    llama.weights["model.rotary_emb.inv_freq"] = held
+    assert "llama has a RoPE in model.rotary_emb.inv_freq" in llama.refused()
+
+
+@pytest.mark.parametrize("head", ["score.weight", "classifier.bias", "v_head.summary.weight"])
+def test_a_head_for_another_task_is_left_with_a_notice(llama, tiny_llama, head):
+    plain = loading.load(str(tiny_llama), device="cpu").model
+    llama.weights[head] = torch.ones(2, 32)
+    assert same(llama.load(), plain)
+    told = []
+    loading.load(str(llama.directory), device="cpu", progress=lambda what, *_: told.append(what))
+    assert f"llama: {head} is of a head for another task and is not read" in told
+    llama.weights[f"model.layers.1.{head}"] = torch.ones(2, 32)
+    assert f"first model.layers.1.{head}" in llama.refused()
 
 
 def test_layers_that_predict_a_later_token_may_be_left(llama, tiny_llama):
@@ -242,6 +314,7 @@ REFUSED = """
 import sys
 from kvprobe.models import loading
 from kvprobe.errors import KvprobeError
+from kvprobe.models import loading
 for name in sys.argv[1:]:
     try:
         loading.load(name, device="cpu")

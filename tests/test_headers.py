@@ -4,6 +4,7 @@ import json
 import os
 import re
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -158,18 +159,56 @@ def test_weights_outside_the_directory_are_not_read(sharded, tmp_path):
         headers.weight_files(sharded)
 
 
-def test_links_within_and_those_of_the_hubs_cache_go_on_working(sharded, tmp_path):
+def test_links_within_and_those_of_the_hubs_cache_go_on_working(sharded, snapshot, tmp_path):
     linked = tmp_path / "linked"
     linked.symlink_to(sharded)
     assert len(headers.weight_files(linked)) == 2
+    assert headers.weight_files(snapshot) == [snapshot / "model.safetensors"]
+    assert set(read(snapshot)) == set(GOOD)
+
+
+@pytest.fixture
+def snapshot(tmp_path):
+    """A snapshot of the hub's cache, whose one file is a link to a blob."""
     repository = tmp_path / "models--some--one"
     (repository / "blobs").mkdir(parents=True)
     (repository / "snapshots" / "c0ffee").mkdir(parents=True)
     write(repository / "blobs" / "01ab", GOOD)
-    snapshot = repository / "snapshots" / "c0ffee"
-    (snapshot / "model.safetensors").symlink_to("../../blobs/01ab")
-    assert headers.weight_files(snapshot) == [snapshot / "model.safetensors"]
-    assert set(read(snapshot)) == set(GOOD)
+    (repository / "snapshots" / "c0ffee" / "model.safetensors").symlink_to("../../blobs/01ab")
+    return repository / "snapshots" / "c0ffee"
+
+
+def test_a_snapshot_is_read_by_whatever_path_it_is_reached(snapshot, tmp_path, monkeypatch):
+    (tmp_path / "alias").symlink_to(snapshot)
+    assert set(read(tmp_path / "alias")) == set(GOOD)
+    monkeypatch.chdir(snapshot)
+    assert set(read(Path())) == set(GOOD)
+    (tmp_path / "outside").write_bytes(b"")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(tmp_path / "outside")
+    with pytest.raises(KvprobeError, match=r"^c0ffee names weights outside its directory"):
+        headers.weight_files(Path())
+
+
+def test_a_directory_of_links_into_the_hubs_blobs_is_read(snapshot, tmp_path):
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "model.safetensors").symlink_to(snapshot.parents[1] / "blobs" / "01ab")
+    assert set(read(local)) == set(GOOD)
+    (snapshot.parents[1] / "blobs").rename(snapshot.parents[1] / "other")
+    (local / "model.safetensors").unlink()
+    (local / "model.safetensors").symlink_to(snapshot.parents[1] / "other" / "01ab")
+    with pytest.raises(KvprobeError, match=r"^local names weights outside its directory"):
+        headers.weight_files(local)
+
+
+def test_one_file_of_weights_is_read_before_an_index_as_transformers_does(sharded):
+    write(sharded / "model.safetensors", GOOD)
+    assert headers.weight_files(sharded) == [sharded / "model.safetensors"]
+    assert {tensor.file for tensor in read(sharded).values()} == {"model.safetensors"}
+    assert set(read(sharded)) == set(GOOD)  # the shards hold two of the four
+    (sharded / headers.INDEX).write_text("[]")
+    assert set(read(sharded)) == set(GOOD)
 
 
 @pytest.mark.parametrize("name", [5, None, ["model.safetensors"], "", "a\0b", {}])
@@ -196,11 +235,11 @@ def test_index_and_files_must_agree(sharded):
     with pytest.raises(KvprobeError, match=r"the index of mine has . in .*, which does not hold it"):
         read(sharded)
     index(sharded, two)
-    for spare in ("model.safetensors", "model-00003-of-00003.safetensors"):
-        write(sharded / spare, GOOD)
-        with pytest.raises(KvprobeError, match=rf"mine has weights in {spare} that its index does not name"):
-            read(sharded)
-        (sharded / spare).unlink()
+    spare = "model-00003-of-00003.safetensors"
+    write(sharded / spare, GOOD)
+    with pytest.raises(KvprobeError, match=rf"mine has weights in {spare} that its index does not name"):
+        read(sharded)
+    (sharded / spare).unlink()
     write(sharded / "consolidated.safetensors", GOOD)  # the same weights as another library wants them
     assert set(read(sharded)) == {"a", "b"}
     write(sharded / "model-00002-of-00002.safetensors", GOOD)

@@ -88,6 +88,10 @@ def test_an_encoder_is_not_a_causal_model(gpt2_tokenizer_files, tmp_path):
         ({"model_type": "modernbert"}, "no such class of its family"),
         ({"model_type": "xlnet"}, "xlnet reads a text from both sides"),
         ({"model_type": "llama", "is_encoder_decoder": True}, "llama is an encoder with a decoder"),
+        ({"model_type": "qwen2", "is_causal": False}, "says False for is_causal"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "says True for use_bidirectional_att"),
+        ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "says 'all' for use_bidirectional_att"),
+        ({"model_type": "gemma3", "text_config": {"use_bidirectional_attention": True}}, "from both sides"),
     ],
 )
 def test_what_predicts_no_next_token_is_refused_by_its_family(config, why):
@@ -106,6 +110,17 @@ def test_what_predicts_the_next_token_is_let_through(family):
     from kvprobe.models.checkpoint_checks import refuse_foreign
 
     refuse_foreign("mine", {"model_type": family})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"is_causal": True}, {"is_causal": None}]
+    + [{"use_bidirectional_attention": value} for value in (False, None, "vision")],
+)
+def test_a_text_that_is_read_from_its_beginning_is_let_through(said):
+    from kvprobe.models.checkpoint_checks import refuse_foreign
+
+    refuse_foreign("mine", {"model_type": "gemma3_text", **said})
 
 
 def test_a_decoder_that_reads_images_is_its_text_model_when_it_reads_text(llama):
@@ -316,6 +331,8 @@ def test_a_damaged_entry_of_the_hubs_cache_breaks_no_other(llama, tmp_path, monk
         shutil.copytree(llama, snapshot)
         (cache / f"models--some--{name}" / "refs").mkdir()
         (cache / f"models--some--{name}" / "refs" / "main").write_text("c0ffee")
+        if name != "good":
+            (snapshot / "model.safetensors").unlink()
     index = "model.safetensors.index.json"
     (cache / "models--some--cut" / "snapshots" / "c0ffee" / index).write_text('{"weight_map": {"a": "b.safetensors"}}')
     (cache / "models--some--outside" / "snapshots" / "c0ffee" / index).write_text('{"weight_map": {"a": "../../x"}}')

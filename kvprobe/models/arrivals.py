@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.models.headers import Tensor
+from kvprobe.models.headers import Tensor, weight_files
 
 # what transformers itself turns back into floating numbers while it loads, and needs no other package for
 DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
@@ -34,6 +34,9 @@ _RECOMPUTED = re.compile(
     r"|embed_positions(\.weights)?|_float_tensor)$"
 )
 _MASK = re.compile(r"(^|\.)(attn|attention|crossattention)\.bias$")
+# of other tasks, each beside the head that predicts the next token: they read the last states, and nothing reads them
+_OTHER_HEADS = re.compile(r"^(score|classifier|v_head)\.")
+_UNSAID = "unsaid"
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.(\d+)\.")
 # of a layer that predicts the token after the next, and takes no part in predicting the next
 _FORESIGHT = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head)(\.|$)")
@@ -56,8 +59,11 @@ def refuse_codes(name: str, directory: Path, config: Mapping[str, Any], tensors:
     codes = [key for key, tensor in tensors.items() if _is_code(key, tensor)]
     if method is not None:
         for key in codes:
-            if not _scales_of(key, tensors) and not _is_scale(key):
+            scales = _scales_of(key, tensors)
+            if not scales and not _is_scale(key):
                 raise _refused(name, f"by {method}, and nothing says how {key} ({tensors[key].dtype}) is scaled")
+            for scale in scales if method != "mxfp4" else ():
+                _refuse_misfit(name, key, scale, tensors, _block(config))
         return method
     if marks := codes or [key for key in tensors if _OF_CODES.search(key)]:
         made = "as ModelOpt does it (hf_quant_config.json), " if (directory / "hf_quant_config.json").is_file() else ""
@@ -73,8 +79,8 @@ def refuse_losses(
     """Raise KvprobeError where transformers made a weight up, or left a tensor out that could change a number.
 
     ``report`` is the loading information of ``from_pretrained``; ``towers`` whether the model has parts besides the one
-    for text. What may be left out: buffers that are made anew, parts for images and sound, and layers behind the last
-    one that predict a later token.
+    for text. What may be left out: buffers that are made anew, parts for images and sound, heads of other tasks, and
+    layers behind the last one that predict a later token.
     """
     # transformers fills what a checkpoint lacks with random numbers: no result may come of that
     if missing := sorted(report["missing_keys"]):
@@ -101,6 +107,55 @@ def refuse_undequantised(name: str, model: Any) -> None:
     for path, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             raise _refused(name, f"and stayed so while it was loaded ({path}, {str(parameter.dtype)[6:]})")
+
+
+def other_heads(model: Any, tensors: Mapping[str, Tensor]) -> list[str]:
+    """The tensors of heads for other tasks (a class, a reward) that a causal model has left where they are."""
+    return sorted(key for key in tensors if _OTHER_HEADS.search(key) and not hasattr(model, key.partition(".")[0]))
+
+
+def refuse_other_rotation(name: str, directory: Path, model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raise KvprobeError where the frequencies of RoPE that the files hold are none of those that the model computes.
+
+    Equal means up to the rounding of the type that they are stored in. A scaling of positions left the plain ones in
+    the file, so those of the configuration's base are taken too. Families that keep no frequencies are let be.
+    """
+    import torch
+    from safetensors import safe_open
+
+    made = [buffer.float().flatten() for key, buffer in model.named_buffers() if _is_rotation(key)]
+    held = [key for key in tensors if _is_rotation(key)]
+    if not held or not made:
+        return
+    for base in _bases(model.config.get_text_config()):
+        made += [base ** -(torch.arange(size) / size) for size in {len(one) for one in made}]
+    paths = {path.name: path for path in weight_files(directory)}
+    for key in held:
+        with safe_open(paths[tensors[key].file], framework="pt") as file:
+            stored = file.get_tensor(key).flatten()
+        kind = torch.finfo(stored.dtype if stored.is_floating_point() else torch.float32)
+        near, least = max(1e-5, 4 * kind.eps), kind.smallest_normal * kind.eps
+        same = (torch.allclose(stored.float(), one, rtol=near, atol=least) for one in made if len(one) == len(stored))
+        if not any(same):
+            raise KvprobeError(
+                f"{name} has a RoPE in {key} ({_frequencies(stored)}) that its config.json does not describe "
+                f"({_frequencies(made[0])}): correct its rope_theta and rope_scaling"
+            )
+
+
+def _is_rotation(key: str) -> bool:
+    return key.endswith("inv_freq") and not _OTHER_TOWERS.search(key)
+
+
+def _frequencies(values: Any) -> str:
+    return f"{len(values)} frequencies" + (f" down to {values.min().item():.3g}" if len(values) else "")
+
+
+def _bases(config: Any) -> set[float]:
+    """The bases of a configuration's RoPE: one, or one for each kind of layer."""
+    said = getattr(config, "rope_parameters", None) or {}
+    parts = [said, *(part for part in said.values() if isinstance(part, Mapping))]
+    return {float(part["rope_theta"]) for part in parts if part.get("rope_theta")}
 
 
 def _method(config: Mapping[str, Any]) -> str | None:
@@ -141,10 +196,51 @@ def _is_scale(key: str) -> bool:
     return key.endswith(("_scales", "_scale_inv", "_scale", ".scale", ".scales"))
 
 
-def _scales_of(key: str, tensors: Mapping[str, Tensor]) -> bool:
+def _scales_of(key: str, tensors: Mapping[str, Tensor]) -> list[str]:
     stem = key.removesuffix("_blocks")
     beside = {f"{stem}_scales", f"{key}_scale_inv", f"{key}_scale", f"{key.removesuffix('.weight')}.scale"}
-    return not beside.isdisjoint(tensors)
+    return sorted(beside & tensors.keys())
+
+
+def _block(config: Mapping[str, Any]) -> Any:
+    """Rows and columns that share a scale, as the configuration says; `_UNSAID` where it does not."""
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        said = part.get("quantization_config")
+        if isinstance(said, Mapping) and said:
+            return said.get("weight_block_size", _UNSAID)
+    return _UNSAID
+
+
+def _refuse_misfit(name: str, key: str, scale: str, tensors: Mapping[str, Tensor], block: Any) -> None:
+    """Raise UnsupportedModelError for scales [.., blocks down, blocks across] that do not fit [.., rows, columns].
+
+    transformers (`Fp8Dequantize`) takes the blocks' size from the number of scales, whatever the configuration says.
+    """
+    codes, shape = tensors[key], tensors[scale].shape
+    *before, rows, columns = (1,) * (2 - len(codes.shape)) + codes.shape
+    blocks = [block] if _is_block(block) else [[128, 128], [1, 32]] if block == _UNSAID else []
+    if codes.dtype in ("I8", "F4"):  # FP4, two numbers a byte, and a scale for each 32 of a row
+        columns, blocks = columns * (2 if codes.dtype == "I8" else 1), [*blocks, [1, 32]]
+    if block in (None, _UNSAID) and shape in ((), (1,), (1, 1), (*before, 1, 1), (*before, rows, 1)):
+        return
+    for down, across in blocks:
+        if shape == (*before, -(-rows // down), -(-columns // across)):
+            if all(size <= extent or size % extent == 0 for size, extent in ((rows, down), (columns, across))):
+                return
+            raise UnsupportedModelError(
+                f"{name} has {key} of the shape {_shape(codes.shape)}, no whole number of blocks of {down} × {across}, "
+                "which transformers would scale by others: take the checkpoint that it was made from"
+            )
+    said = " × ".join(map(str, block)) if _is_block(block) else repr(block)[:60]
+    raise UnsupportedModelError(
+        f"{name} has {scale} of the shape {_shape(shape)}, which does not fit {key} of the shape "
+        f"{_shape(codes.shape)} by a weight_block_size of {said}: they do not belong together"
+    )
+
+
+def _is_block(block: Any) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
 
 
 def _is_recomputed(key: str, tensor: Tensor | None) -> bool:
@@ -158,7 +254,7 @@ def _may_be_left(key: str, tensors: Mapping[str, Tensor], n_layers: int, towers:
     # transformers may have put the base model's name before it, or have taken it away
     names = (key, f"model.{key}", f"transformer.{key}", key.partition(".")[2])
     source = next((tensors[name] for name in names if name in tensors), None)
-    if _is_recomputed(key, source) or _FORESIGHT_PART.search(key):
+    if _is_recomputed(key, source) or _FORESIGHT_PART.search(key) or _OTHER_HEADS.search(key):
         return True
     if towers and _OTHER_TOWERS.search(key):
         return True

@@ -167,6 +167,7 @@ def model(name: str, directory: Path, config: Mapping[str, Any], tensors: Mappin
     towers = any(isinstance(config.get(f"{part}_config"), Mapping) for part in ("text", "vision", "audio"))
     arrivals.refuse_losses(name, report, tensors, n_layers=spec.n_layers, towers=towers)
     arrivals.refuse_undequantised(name, made)
+    arrivals.refuse_other_rotation(name, directory, made, tensors)
     return made
 
 
@@ -238,6 +239,12 @@ def _not_causal(kind: Any, config: Mapping[str, Any]) -> str | None:
     # is_decoder says nothing of GPT-NeoX, which is one anyway
     if hasattr(kind, "is_decoder") and not family.startswith("gpt_neox") and not config.get("is_decoder", False):
         return f"{family} is an encoder, which reads a text from both sides, unless its config.json has is_decoder"
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        # "vision" leaves text as it is
+        for key, both in (("is_causal", (False,)), ("use_bidirectional_attention", (True, "all"))):
+            if part.get(key) in both:
+                return f"its config.json says {part[key]!r} for {key}, so it reads a text from both sides"
     return None
 
 

@@ -10,6 +10,7 @@ from kvprobe.errors import KvprobeError
 from kvprobe.files.jsonfile import parse_json, read_object
 
 INDEX = "model.safetensors.index.json"
+_ONE = "model.safetensors"
 LIMIT = 1 << 25
 """Bytes of the longest header that is read: room for a quarter of a million tensors in one file."""
 # the width of an element, by the name that safetensors has for its type
@@ -40,13 +41,14 @@ class Tensor:
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory; none where it has neither one file of weights nor an index.
 
-    Raises KvprobeError where the index is damaged, or a file that it names is missing or lies outside.
+    As transformers chooses (`PreTrainedModel.from_pretrained`): model.safetensors alone where it is there, and what the
+    index names otherwise. Raises KvprobeError where the index is damaged, or a file that it names is missing or lies
+    outside.
     """
-    index = directory / INDEX
-    names = sorted(set(_index(directory).values())) if index.is_file() else ["model.safetensors"]
-    if not index.is_file() and not (directory / names[0]).is_symlink() and not (directory / names[0]).exists():
-        return []
-    return [_checked(directory, name) for name in names]
+    if _by_index(directory):
+        return [_checked(directory, name) for name in sorted(set(_index(directory).values()))]
+    one = directory / _ONE
+    return [_checked(directory, _ONE)] if one.is_symlink() or one.exists() else []
 
 
 def read_tensors(name: str, directory: Path, files: list[Path]) -> dict[str, Tensor]:
@@ -61,7 +63,7 @@ def read_tensors(name: str, directory: Path, files: list[Path]) -> dict[str, Ten
             if key in found:
                 raise KvprobeError(f"{name} holds {key} twice, in {found[key].file} and in {tensor.file}")
             found[key] = tensor
-    if (directory / INDEX).is_file():
+    if _by_index(directory):
         _check_index(name, directory, found, files)
     return found
 
@@ -124,9 +126,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
+def _by_index(directory: Path) -> bool:
+    return (directory / INDEX).is_file() and not (directory / _ONE).is_file()
+
+
 def _index(directory: Path) -> dict[str, str]:
     """Which file each tensor is in, by the index."""
-    what = f"{INDEX} in {directory.name}"
+    what = f"{INDEX} in {directory.resolve().name}"
     placed = read_object(directory / INDEX, what).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise KvprobeError(f"{what} is damaged (no weight_map that names files): fetch it again")
@@ -137,32 +143,40 @@ def _index(directory: Path) -> dict[str, str]:
 
 
 def _checked(directory: Path, name: str) -> Path:
-    """The file of that name. Raises KvprobeError where it is missing or its content lies elsewhere."""
+    """The file of that name. Raises KvprobeError where it is missing or its content lies elsewhere.
+
+    The hub's cache is not elsewhere: its snapshots are links to the blobs of their repository, and so may be the files
+    of any directory.
+    """
     path, parts = directory / name, PurePosixPath(name.replace("\\", "/"))
+    root = directory.resolve()  # "." has no name, and a link another
     inside = not parts.is_absolute() and ".." not in parts.parts and not Path(name).is_absolute()
     if inside:
         try:
             target = path.resolve()
         except (OSError, RuntimeError) as error:  # a link to itself
-            raise KvprobeError(f"{name} of {directory.name} cannot be found: {error}") from error
-        roots = [directory.resolve()]
-        if directory.parent.name == "snapshots":  # the hub's cache: files are links to the repository's own blobs
-            roots.append(directory.parent.parent.resolve() / "blobs")
-        inside = any(root in target.parents for root in roots)
+            raise KvprobeError(f"{name} of {root.name} cannot be found: {error}") from error
+        roots = [root]
+        if root.parent.name == "snapshots":
+            roots.append(root.parent.parent / "blobs")
+        inside = any(one in target.parents for one in roots) or _is_blob(target)
     if not inside:
-        raise KvprobeError(f"{directory.name} names weights outside its directory ({name}), which are not read")
+        raise KvprobeError(f"{root.name} names weights outside its directory ({name}), which are not read")
     if not path.is_file():
-        raise KvprobeError(f"{directory.name} is not whole: {name} is missing, fetch it again")
+        raise KvprobeError(f"{root.name} is not whole: {name} is missing, fetch it again")
     return path
+
+
+def _is_blob(path: Path) -> bool:
+    return path.parent.name == "blobs" and path.parent.parent.name.startswith("models--")
 
 
 def _check_index(name: str, directory: Path, found: dict[str, Tensor], files: list[Path]) -> None:
     for key, file in _index(directory).items():
         if key not in found or found[key].file != Path(file).name:
             raise KvprobeError(f"the index of {name} has {key} in {file}, which does not hold it")
-    named = {path.name for path in files}
-    shards = {path.name for path in directory.glob("model-*-of-*.safetensors")} | {"model.safetensors"}
-    if spare := sorted(shard for shard in shards - named if (directory / shard).exists()):
+    shards = {path.name for path in directory.glob("model-*-of-*.safetensors")}
+    if spare := sorted(shards - {path.name for path in files}):
         raise KvprobeError(
             f"{name} has weights in {spare[0]} that its index does not name: remove what does not belong to it"
         )

@@ -106,6 +106,8 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
         given = {"spec": spec, "dtype": getattr(torch, dtype), "method": method}
         model = checkpoint_checks.model(found.name, found.directory, config, tensors, **given)
         tokenizer = checkpoint_checks.tokenizer(found.name, found.directory)
+    if heads := arrivals.other_heads(model, tensors):
+        progress(f"{found.name}: {heads[0]} is of a head for another task and is not read", 0, None)
     model = model.to(place).eval().requires_grad_(False)
     checkpoint_checks.refuse_broken(found.name, model)
     return Loaded(
