@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.shape.reading import NAMES
+from kvprobe.shape.suspects import is_said, suspects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,31 +125,6 @@ _READ_BY_RULE: dict[str, tuple[str, ...]] = {
     "minimax_m3": ("index_head_dim",),
 }
 
-# what a family that is not listed may say: read by everyone, or without bearing on the cache although it sounds so
-_UNDERSTOOD_KEYS = """
-model_type use_cache layer_types use_sliding_window max_window_layers q_lora_rank qk_head_dim n_group topk_group
-decoder_sparse_step chunk_size_feed_forward cross_attention_hidden_size num_expert_group num_expert_groups
-pruned_heads is_encoder_decoder is_decoder cache_implementation no_rope_layers no_rope_layer_interval embd_index
-ignore_index scale_attn_by_inverse_layer_idx use_cache_quantization use_cache_kernel multi_query_group_num
-use_mla attn_implementation _attn_implementation head_bias lm_head_bias group_norm softmax_scale
-low_cpu_mem_usage pretraining_tp qk_layernorm use_qk_norm interleaved_qkv sep_index pad_index
-"""
-_UNDERSTOOD = frozenset((*_UNDERSTOOD_KEYS.split(), *(name for names in NAMES.values() for name in names)))
-_SUSPECT = re.compile(
-    r"window|sliding|swa|local|global|chunk|layer_type|layers_|block_type|pattern|hybrid|period|offset|interval|every"
-    r"|linear|mamba|ssm|state|conv|recurr|lru|rwkv|wkv|kda|delta|retention|shar(e|ing)|cla_|_cla|kv|key_value|latent"
-    r"|^index_|indexer|_indices|_idxs?$|compress|spars|nsa|moba|attn_type|attention_type|attn_layers|attention_layers"
-    r"|cross_att|block_config|no_op|skip|loop|recycle|memor|mem_|cache|evict|head|group|multi_query|mqa|gqa|per_layer|full_att|mixer"
-    r"|reuse|sink|^attn$|^attention$"
-)
-_HARMLESS = re.compile(
-    r"alibi|token_id|token_index|_token$|rope|rotary|norm|bias|drop|init|expert|moe|router|routing|mlp|ffn|aux|loss|quant"
-    r"|implementation|scal|eps$|dtype|vocab|embed|softmax|logit|softcap|classifier|label|summary|generation|mtp|nextn"
-    r"|flash|fuse|tie_|output_|return_|hidden_act|activation|intermediate|vision|visual|image|video|audio|speech|^mm_"
-    r"|projector|transformers|unsloth|lm_head|medusa|auto_map|task_specific|id2label|architectures|_name"
-)
-
-
 @cache
 def known() -> dict[str, Family]:
     """Every family of ``data/families.toml`` by its ``model_type``."""
@@ -206,34 +181,13 @@ def support(family: str, config: Mapping[str, Any]) -> str:
 
 def _unread(config: Mapping[str, Any], family: Family | None) -> Iterator[str]:
     if family is None or family.own_code:
-        yield from (key for key in _suspects(config) if family is None or key not in family.reads)
+        yield from (key for key in suspects(config) if family is None or key not in family.reads)
         return
     rules = (family.kinds, family.heads, family.sharing, family.index, "cla" if family.cla else None)
     read = {key for rule in rules if rule for key in _READ_BY_RULE.get(rule, ())}
     read |= {*family.reads, *family.pattern_keys}
-    listed = _is_said(config.get("layer_types"))
+    listed = is_said(config.get("layer_types"))
     for key in sorted(_STRUCTURAL & config.keys() - read):
         # beside layer_types a pattern says the same again
-        if _is_said(config[key]) and not (listed and "pattern" in key):
+        if is_said(config[key]) and not (listed and "pattern" in key):
             yield key
-
-
-def _suspects(config: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    listed = _is_said(config.get("layer_types"))
-    for key, value in config.items():
-        name = str(key).lower()
-        if name in _UNDERSTOOD or _HARMLESS.search(name) or not _is_said(value):
-            continue
-        if _SUSPECT.search(name) and not (listed and name.endswith("sliding_window_pattern")):
-            yield f"{within}{key}"
-        elif isinstance(value, Mapping) and re.search(r"att|layer|block|ssm", name):
-            yield from _suspects(value, f"{within}{key}.")
-
-
-def _is_said(value: Any) -> bool:
-    """Whether a key does anything: not with null, false, 0, or nothing but those."""
-    if isinstance(value, Mapping):
-        return any(_is_said(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_is_said(item) for item in value)
-    return value not in (None, False, 0, "")
