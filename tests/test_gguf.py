@@ -18,7 +18,7 @@ import kvprobe
 from gguf_files import TOKENS, draw, keys_of, shapes_of, vocabulary, write
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.files import store
-from kvprobe.models import gguf_convert, pull
+from kvprobe.models import gguf_convert, loading, pull
 from kvprobe.models.gguf_header import TYPES, read_header
 from kvprobe.models.gguf_join import join
 from kvprobe.models.gguf_model import describe
@@ -267,6 +267,31 @@ def test_a_key_that_cannot_be_is_named(tmp_path, key, value, said):
     write(tmp_path / "x.gguf", "llama", keys, draw(shapes_of("llama")))
     with pytest.raises(KvprobeError, match=rf"^x\.gguf: .*{said}"):
         describe(tmp_path / "x.gguf")
+
+
+FOR_EACH_LAYER = ("attention.head_count_kv", "feed_forward_length", "attention.head_count")
+
+
+def test_a_number_said_for_every_layer_is_one_number(tmp_path):
+    write(tmp_path / "plain.gguf", "llama", keys_of("llama"), draw(shapes_of("llama")))
+    assert (keys_of("llama")["block_count"], keys_of("llama")["attention.head_count_kv"]) == (2, 2)
+    for key in FOR_EACH_LAYER:
+        each = keys_of("llama") | {key: [keys_of("llama")[key]] * 2}
+        write(tmp_path / "each.gguf", "llama", each, draw(shapes_of("llama")))
+        assert describe(tmp_path / "each.gguf").settings == describe(tmp_path / "plain.gguf").settings
+        write(tmp_path / "each.gguf", "llama", each | {key: each[key] * 2}, draw(shapes_of("llama")))
+        with pytest.raises(UnsupportedModelError, match=rf"{key} differs from layer to layer"):
+            describe(tmp_path / "each.gguf")
+
+
+def test_a_vocabulary_that_cuts_text_as_nobody_knows_has_a_cache_and_reads_nothing(tmp_path, home):
+    write(tmp_path / "plain.gguf", "llama", keys_of("llama"), draw(shapes_of("llama")))
+    cut = {"tokenizer.ggml.pre": "strange"}
+    each = {key: [keys_of("llama")[key]] * 2 for key in FOR_EACH_LAYER}
+    write(tmp_path / "x.gguf", "llama", keys_of("llama") | each, draw(shapes_of("llama")), more=cut)
+    assert loading.load_spec(str(tmp_path / "x.gguf")) == loading.load_spec(str(tmp_path / "plain.gguf"))
+    with pytest.raises(UnsupportedModelError, match=r"^x\.gguf: how tokenizer\.ggml\.pre 'strange' cuts a text"):
+        loading.load(str(tmp_path / "x.gguf"), device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.files.store import disk_full, run_watched
 from kvprobe.models.gguf_join import join
-from kvprobe.models.gguf_model import Described, describe
-from kvprobe.models.gguf_vocabulary import AS_LLAMA3, DIGITS_ALONE
+from kvprobe.models.gguf_model import Described, describe, one_for_all
+from kvprobe.models.gguf_vocabulary import AS_LLAMA3, DIGITS_ALONE, cuts_as_known
 from kvprobe.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ _UNSUPPORTED = "kvprobe: unsupported: "
 def convert(gguf: Path, directory: Path, *, log: Path, name: str, progress: Progress = silent) -> None:
     """Writes the model of a GGUF file into `directory`: float32 safetensors, configuration and tokenizer.
 
+    A vocabulary that cuts a text in a way that is not known here becomes no tokenizer.
     The weights are the file's own, dequantised to float32: nothing is rounded again. Raises UnsupportedModelError for
     an architecture, tensor or key that is not understood, KvprobeError for a file that is broken or not whole, or a
     model that does not fit memory or disk. `log` is a scratch file for what the conversion says.
     """
-    described = describe(gguf, name=name)
+    described = describe(gguf, name=name, text=False)
     _refuse_if_too_big(described, directory, name=name)
     source = gguf
     if described.header.parts:
@@ -83,13 +84,11 @@ def _refuse_if_too_big(described: Described, directory: Path, *, name: str) -> N
 
 
 def _convert_here(gguf: Path, directory: Path) -> None:
-    import gguf as reading
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    described = describe(gguf)
-    # transformers reads the file anew for the configuration, the weights and the tokenizer, 4 to 20 s each time
-    reading.GGUFReader = functools.cache(reading.GGUFReader)
+    described = describe(gguf, text=False)
+    _read_once(described)
     unread = _watch_names(described)
     from_gguf = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     try:
@@ -106,11 +105,37 @@ def _convert_here(gguf: Path, directory: Path) -> None:
         del model.config.quantization_config
     model.hf_quantizer = None
     model.save_pretrained(directory)
+    if not cuts_as_known(described.header.keys):
+        return
     tokenizer = AutoTokenizer.from_pretrained(**from_gguf)
     _mend_tokenizer(tokenizer, described.header.keys)
     if positions := getattr(model.config, "max_position_embeddings", None):
         tokenizer.model_max_length = positions
     tokenizer.save_pretrained(directory)
+
+
+def _read_once(described: Described) -> None:
+    """Keeps what transformers reads of the file, with one number where the file says it once for each layer.
+
+    It would read the file anew for the configuration, the weights and the tokenizer, 4 to 20 s each time.
+    """
+    import gguf as reading
+
+    keys, prefix = described.header.keys, f"{described.architecture}."
+    n_layers = keys[f"{prefix}block_count"]
+    own = [key for key in keys if key.startswith(prefix)]
+    repeated = [key for key in own if one_for_all(keys[key], n_layers) is not keys[key]]
+    their_reader = reading.GGUFReader
+
+    @functools.cache
+    def read(path: str) -> Any:
+        reader = their_reader(path)
+        for key in repeated:
+            field = reader.fields[key]
+            reader.fields[key] = field._replace(data=field.data[:1])
+        return reader
+
+    reading.GGUFReader = read
 
 
 def _unsupported(what: str) -> SystemExit:
@@ -195,6 +220,8 @@ def _tidy(directory: Path) -> None:
         "tokenizer_config.json": ("name_or_path", "is_local", "local_files_only"),
     }.items():
         path = directory / name
+        if not path.is_file():
+            continue
         settings = json.loads(path.read_text(encoding="utf-8"))
         kept = {key: value for key, value in settings.items() if key not in keys}
         path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -69,22 +69,22 @@ class Described:
         return 4 * sum(tensor.n_elements for tensor in self.header.tensors.values())
 
 
-def describe(path: Path, *, name: str | None = None) -> Described:
-    """The model of a GGUF file, or of all parts of a split one.
+def describe(path: Path, *, name: str | None = None, text: bool = True) -> Described:
+    """The model of a GGUF file, or of all parts of a split one; without ``text`` it need not be able to read any.
 
     Raises KvprobeError for a file that is damaged or not whole, UnsupportedModelError for what is not understood.
     """
     header = read_whole(path)
     name = name or path.name
     try:
-        return _described(header)
+        return _described(header, text=text)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name}: {error}") from None
     except KvprobeError as error:
         raise KvprobeError(f"{name}: {error}") from None
 
 
-def _described(header: Header) -> Described:
+def _described(header: Header, *, text: bool) -> Described:
     keys = header.keys
     architecture = keys.get("general.architecture")
     if not isinstance(architecture, str):
@@ -107,7 +107,8 @@ def _described(header: Header) -> Described:
     n_layers = own.get("block_count")
     if type(n_layers) is not int or not 0 < n_layers <= MOST_LAYERS:
         raise KvprobeError(f"block_count is {n_layers!r}, not a number of layers up to {MOST_LAYERS:,}: it is damaged")
-    n_tokens = check_vocabulary(keys)
+    n_tokens = check_vocabulary(keys, text=text)
+    own = {key: one_for_all(value, n_layers) for key, value in own.items()}
     family = FAMILIES.get(architecture)
     for key, value in own.items():
         if not _understood(key, value, architecture, family):
@@ -196,6 +197,12 @@ def _count(own: Mapping[str, Any], key: str, default: int | None = None) -> int:
     if type(value) is not int or not 0 < value < 2**31:
         raise KvprobeError(f"{key} is {value!r}, not a positive number: the header is damaged; fetch the file again")
     return value
+
+
+def one_for_all(value: Any, n_layers: int) -> Any:
+    """A number said once for each layer, as the one that it is; anything else as it stands."""
+    same = isinstance(value, list) and len(value) == n_layers and all(type(one) is int for one in value)
+    return value[0] if same and len({*value}) == 1 else value
 
 
 def _missing(key: str) -> KvprobeError:

@@ -32,14 +32,22 @@ _OF_TRANSFORMERS = AS_LLAMA3 | {"dbrx", "smaug-bpe", "qwen2", "deepseek-r1-qwen"
 _OF_TRANSFORMERS |= {"qwen35", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"}
 
 
-def check_vocabulary(keys: Mapping[str, Any]) -> int:
-    """How many tokens there are. Raises KvprobeError, naming the key that is damaged, missing or not understood."""
+def check_vocabulary(keys: Mapping[str, Any], *, text: bool = True) -> int:
+    """How many tokens there are. Raises KvprobeError, naming the key that is damaged, missing or not understood.
+
+    Without ``text``, because none is read, how a text is cut into words need not be known.
+    """
     for key in keys:
         name = key.removeprefix(_PREFIX)
         if key.startswith("tokenizer.") and name not in _KNOWN and not _is_template(key):
             raise UnsupportedModelError(
                 f"what {shown(key)} changes in the tokens of a text is not understood: take the model's own files"
             )
+    if text and not cuts_as_known(keys):
+        raise UnsupportedModelError(
+            f"how tokenizer.ggml.pre {shown(str(keys[_PREFIX + 'pre']))} cuts a text into words is not known: "
+            "take the model's own files"
+        )
     own = {key.removeprefix(_PREFIX): value for key, value in keys.items() if key.startswith(_PREFIX)}
     tokens, kind = own.get("tokens"), own.get("model")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
@@ -68,6 +76,12 @@ def check_vocabulary(keys: Mapping[str, Any]) -> int:
     return len(tokens)
 
 
+def cuts_as_known(keys: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer of the file would cut a text into words as the file says."""
+    known = AS_GPT2 | DIGITS_ALONE | _OF_TRANSFORMERS
+    return keys.get(f"{_PREFIX}model") != "gpt2" or keys.get(f"{_PREFIX}pre", "default") in known
+
+
 def _is_template(key: str) -> bool:
     return key.startswith(("tokenizer.chat_template", "tokenizer.huggingface.", "tokenizer.rwkv."))
 
@@ -77,11 +91,6 @@ def _length(value: Any) -> int:
 
 
 def _check_byte_level(own: Mapping[str, Any], tokens: list[str]) -> None:
-    cut = own.get("pre", "default")
-    if cut not in AS_GPT2 | DIGITS_ALONE | _OF_TRANSFORMERS:
-        raise UnsupportedModelError(
-            f"how tokenizer.ggml.pre {shown(str(cut))} cuts a text into words is not known: take the model's own files"
-        )
     merges = own.get("merges")
     if not isinstance(merges, list):
         raise KvprobeError(f"tokenizer.ggml.merges is missing or no list of texts: {_DAMAGED}")

@@ -126,7 +126,8 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
 def check(name: str, *, weights: bool = True) -> None:
     """Refuses a GGUF file by its header and a local directory by its files' headers, as `load` does, without torch.
 
-    Without ``weights`` directories are not looked into. Any other name is left to `load`, which may have to fetch it.
+    Without ``weights`` directories are not looked into, and a GGUF file need not be able to read text. Any other name
+    is left to `load`, which may have to fetch it.
     """
     if name in pull.CATALOGUE:
         return
@@ -134,7 +135,7 @@ def check(name: str, *, weights: bool = True) -> None:
     if path.suffix == ".gguf" and path.is_file():
         from kvprobe.models.gguf_model import describe
 
-        describe(path)
+        describe(path, text=weights)
     elif weights and path.is_dir():
         _inspected(find(name))
 
@@ -180,7 +181,7 @@ def find(name: str, *, only_config: bool = False, progress: Progress = silent) -
     if path.suffix == ".gguf":
         if not path.is_file():
             raise KvprobeError(f"there is no file {name}; {_here()}")
-        return _found(pull.convert_once(path, progress=progress), path.stem, "gguf")
+        return _found(pull.convert_once(path, text=not only_config, progress=progress), path.stem, "gguf")
     if name.startswith((".", "/", "~")) or (os.sep == "\\" and "\\" in name) or name.count("/") > 1:
         raise KvprobeError(f"there is no directory {name}; {_here()}")
     try:

@@ -177,15 +177,16 @@ def pull(name: str, *, progress: Progress = silent) -> Path:
     return publish(target, lambda directory: _build(item, directory, progress), progress=progress)
 
 
-def convert_once(gguf: Path, *, progress: Progress = silent) -> Path:
+def convert_once(gguf: Path, *, text: bool = True, progress: Progress = silent) -> Path:
     """The ordinary directory of any GGUF file: made at its first use, found by the file's SHA-256 ever after.
 
+    Without ``text``, because none will be read, the directory may lack a tokenizer.
     Of a split file any part is given, and all of them count. Raises KvprobeError as
     `kvprobe.models.gguf_convert.convert` does, for what the header shows before the file is read.
     """
     converted = home() / "gguf"
     check_writable(converted / "new", instead="set KVPROBE_HOME to a directory that can be written")
-    files = describe(gguf).header.files
+    files = describe(gguf, text=text).header.files
     checksums = {path.name: sha256(path, progress=progress) for path in files}
     (checksum,) = (
         checksums.values() if len(files) == 1 else [hashlib.sha256("".join(checksums.values()).encode()).hexdigest()]
