@@ -5,6 +5,7 @@ import pytest
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.shape.cache_bytes import bill
 from kvprobe.shape.spec import Spec
+from kvprobe.shape.suspects import suspects
 
 F32 = 4
 SIZES = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 97}
@@ -56,6 +57,11 @@ RIGHT = {
     # 8 layers of 2 KV heads of 16
     "use_mla false": (
         SIZES | MLA | {"model_type": "deepseek_v2", "use_mla": False, "num_key_value_heads": 2},
+        (8 * 2 * 2 * 16 * F32, 0),
+    ),
+    # Hunyuan-Large writes the widths of an MLA that it does not have
+    "use_mla false of another family": (
+        SIZES | MLA | {"model_type": "hunyuan_v1_moe", "use_mla": False, "num_key_value_heads": 2},
         (8 * 2 * 2 * 16 * F32, 0),
     ),
     "use_mla true": (SIZES | MLA | {"model_type": "unheard_of", "use_mla": True}, (8 * (24 + 4) * F32, 0)),
@@ -149,3 +155,14 @@ def test_names_that_disagree_or_that_the_family_does_not_read_are_refused(family
 )
 def test_names_that_say_the_same_are_read(family, config):
     assert bill(Spec.from_config(SIZES | {"model_type": family} | config)).next_token(0) == 8 * 2 * 64 * F32
+
+
+def test_what_transformers_saves_of_generation_is_harmless():
+    from transformers import GenerationConfig
+
+    # as transformers 4 wrote them into every configuration too
+    older = "return_dict output_hidden_states torchscript use_bfloat16 pruned_heads chunk_size_feed_forward is_decoder"
+    older += " tie_encoder_decoder num_beams num_beam_groups diversity_penalty finetuning_task tokenizer_class prefix"
+    older += " problem_type encoder_no_repeat_ngram_size xla_device gradient_checkpointing suppress_tokens"
+    saved = dict.fromkeys((*GenerationConfig().to_dict(), *older.split()), 1)
+    assert list(suspects(saved)) == []

@@ -30,13 +30,15 @@ def check_names(name: str, config: Mapping[str, Any], family: Family) -> None:
     if name == "xlstm":
         _check_foreign(name, config, family, {"n_layers": ["num_blocks"], "hidden_size": ["embedding_dim"]})
     elif family.defaults and family.heads != "zamba" and not (family.own_code or family.repository):
-        _check_foreign(name, config, family, _foreign_to(family))
+        _check_foreign(name, config, family, _foreign_to(config, family))
 
 
-def _foreign_to(family: Family) -> dict[str, list[str]]:
+def _foreign_to(config: Mapping[str, Any], family: Family) -> dict[str, list[str]]:
     latent = {"v_head_dim", "kv_lora_rank"} if "kv_lora_rank" in family.defaults else set()
     read = {*family.reads, *latent, *(family.defaults.keys() & {"v_head_dim"})}
     found = {word: [key for key in keys.split() if key not in read] for word, keys in _FOREIGN.items()}
+    if config.get("use_mla") is False:  # then nothing reads them
+        del found["v_head_dim"], found["kv_lora_rank"]
     for word, key in (("n_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim")):
         found[word] += [key] if key in family.ignores else []
     return found
