@@ -28,7 +28,9 @@ class Family:
     attentions: int = 1
     position: str | None = None
     reads: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
     own_code: bool = False
+    repository: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,6 +90,16 @@ REFUSED: dict[str, str] = {
     "hymba": "its memory tokens and shared layers are not modelled here",
 }
 
+# what the name of a family that is not known gives away
+_BY_NAME = {
+    r"rwkv|mamba|ssm|(^|[^a-z0-9])s4([^a-z0-9]|$)|(^|[^a-z])gla([^a-z]|$)|retnet|delta|hgrn|mega([^a-z]|$)|lolcats"
+    r"|linear|hyena|xlstm|titans|^(gsa|abc|based|rebased|lightnet|samba|comba|rodimus|mom)$": (
+        "its name is that of a recurrent or linear architecture, whose states are not modelled here"
+    ),
+    "bidirec|^dream|llada|diffusion|^sdar": "its attention is not causal, so nothing is cached token by token",
+}
+_BOTH_WAYS = ("use_bidirectional_attention", "bidirectional", "is_bidirectional")
+
 # keys that say what layers keep in some family; a family that does not read such a key is refused with it
 _STRUCTURAL_KEYS = """
 _block_types attention_chunk_size attention_head_type attn_layer_indices attn_layer_offset attn_layer_period
@@ -96,7 +108,8 @@ full_attention_interval full_attn_idxs global_attn_every_n_layers global_attn_id
 hybrid_layer_ids hybrid_layer_pattern hybrid_override_pattern index_head_dim index_topk_pattern indexer_types
 kv_reuse_group layer_group_size linear_attn_config num_global_key_value_heads num_key_value_heads_per_layer
 num_kv_shared_layers num_memory_tokens per_layer_config sliding_window_pattern _sliding_window_pattern
-swa_num_key_value_heads swa_head_dim use_cla
+swa_num_key_value_heads swa_head_dim use_cla attn attn_layer_idx block_position_encoding spell_func pre_seq_len
+total_ut_steps qk_head_dim
 """
 _STRUCTURAL = frozenset(_STRUCTURAL_KEYS.split())
 _READ_BY_RULE: dict[str, tuple[str, ...]] = {
@@ -107,6 +120,7 @@ _READ_BY_RULE: dict[str, tuple[str, ...]] = {
     "block_types": ("_block_types",),
     "cohere2_moe": ("sliding_window_pattern",),
     "deepseek_v4": ("compress_rates", "compress_ratios", "index_head_dim"),
+    "fla": ("attn",),
     "full_attn_idxs": ("full_attn_idxs",),
     "gemma4": ("global_head_dim", "num_global_key_value_heads", "per_layer_config"),
     "kimi_linear": ("linear_attn_config",),
@@ -124,6 +138,7 @@ _READ_BY_RULE: dict[str, tuple[str, ...]] = {
     "glm": ("index_head_dim", "indexer_types", "index_topk_pattern"),
     "minimax_m3": ("index_head_dim",),
 }
+
 
 @cache
 def known() -> dict[str, Family]:
@@ -151,12 +166,20 @@ def refuse_others(family: str, config: Mapping[str, Any]) -> None:
         why = _ENCODER
     if why is None and re.search(r"t5($|[^a-z0-9])", family):
         why = _ENCODER_DECODER
+    if why is None and family not in known():
+        name = family.lower()
+        why = next((reason for names, reason in _BY_NAME.items() if re.search(names, name)), None)
     if why is not None:
         raise UnsupportedModelError(f"kvprobe does not read the family {family}: {why}")
     if config.get("is_encoder_decoder") is True:
         raise UnsupportedModelError(
             f"this {family} model is an encoder–decoder (is_encoder_decoder), and kvprobe reads causal models of a "
             "decoder alone"
+        )
+    if any(config.get(key) in (True, "all") for key in _BOTH_WAYS) or config.get("is_causal") is False:
+        key = next((key for key in _BOTH_WAYS if config.get(key) in (True, "all")), "is_causal")
+        raise UnsupportedModelError(
+            f"this {family} model says {config[key]!r} for {key}: its attention is not causal, so it has no KV cache"
         )
     named = config.get("architectures")
     for name in named if isinstance(named, (list, tuple)) else ():
@@ -186,6 +209,7 @@ def _unread(config: Mapping[str, Any], family: Family | None) -> Iterator[str]:
     rules = (family.kinds, family.heads, family.sharing, family.index, "cla" if family.cla else None)
     read = {key for rule in rules if rule for key in _READ_BY_RULE.get(rule, ())}
     read |= {*family.reads, *family.pattern_keys}
+    read |= {"qk_head_dim"} if "kv_lora_rank" in family.defaults else set()
     listed = is_said(config.get("layer_types"))
     for key in sorted(_STRUCTURAL & config.keys() - read):
         # beside layer_types a pattern says the same again

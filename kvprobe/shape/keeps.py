@@ -69,7 +69,7 @@ def _attention(kind: str, of: Reading, family: Family) -> Layer:
         width = of.number("hidden_size") // n_heads
         return _kv(kind, n_heads, own.optional("num_kv_heads") or n_heads, width)
     n_heads, hidden_size = of.number("n_heads"), of.number("hidden_size")
-    if latent := of.optional("kv_lora_rank", least=0):
+    if latent := latent_of(of):
         rotary = of.number("qk_rope_head_dim", least=0)
         return Layer(
             kind=kind,
@@ -87,7 +87,7 @@ def _attention(kind: str, of: Reading, family: Family) -> Layer:
     if not head_dim:
         raise of.refusal(f"has {n_heads} heads and a hidden_size of {hidden_size}: there is no width left for a head")
     n_kv_heads = _kv_heads(of, n_heads)
-    v_head_dim = of.config.get("v_head_dim") and of.optional("v_head_dim", least=0)
+    v_head_dim = of.flag("use_mla", True) and of.config.get("v_head_dim") and of.optional("v_head_dim", least=0)
     if family.heads == "swa" and kind == "sliding":
         # MiMo-V2 has twice as many there, which the class in transformers takes for granted
         n_kv_heads = of.optional("swa_num_key_value_heads") or 2 * n_kv_heads
@@ -100,6 +100,14 @@ def _attention(kind: str, of: Reading, family: Family) -> Layer:
         if of.flag("attention_k_eq_v"):
             n_kv_heads = of.optional("num_global_key_value_heads") or n_kv_heads
     return _kv(kind, n_heads, n_kv_heads, head_dim, v_head_dim or None)
+
+
+def latent_of(of: Reading) -> int | None:
+    """The width of MLA's latent; None without, also where use_mla is false beside it."""
+    latent = of.optional("kv_lora_rank", least=0) or None
+    if of.flag("use_mla") and latent is None:
+        raise of.refusal("says use_mla and no kv_lora_rank")
+    return latent if of.flag("use_mla", True) else None
 
 
 def _kv(kind: str, n_heads: int, n_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> Layer:

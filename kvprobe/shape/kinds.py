@@ -242,6 +242,8 @@ def _lfm3(of: Reading, _: "Family") -> Kinds:
 def _period(of: Reading, _: "Family") -> Kinds:
     """Jamba: attention where the layer's number leaves the offset."""
     period, offset = of.number("attn_layer_period"), of.number("attn_layer_offset", least=0)
+    if offset >= period:
+        raise of.refusal(f"says {offset} for attn_layer_offset, which must be below attn_layer_period, {period}")
     return tuple("full" if layer % period == offset else "linear" for layer in range(of.n_layers))
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.shape import families, parameters
 from kvprobe.shape.families import Family
-from kvprobe.shape.keeps import layers_of
+from kvprobe.shape.keeps import latent_of, layers_of
 from kvprobe.shape.layers import Layer, as_runs, from_runs
+from kvprobe.shape.names import check_names
 from kvprobe.shape.reading import NAMES, Reading, check_counted, check_mlp
 
 # where the text part of a multimodal configuration stands, and the family of it where it does not say itself
@@ -130,6 +131,7 @@ class Spec:
         families.refuse_others(name, config)
         support = families.support(name, config)
         family = families.known().get(name, families.PLAIN)
+        check_names(name, config, family)
         of = Reading.of(name, config, family.defaults)
         check_mlp(of)
         if parameters.knows(name):
@@ -138,7 +140,7 @@ class Spec:
         first = next((layer for layer in layers if layer.n_heads), Layer(kind="none"))
         position = _position(of, family, first)
         theta, theta_local = _thetas(of) if position == "rope" else (None, None)
-        hidden_size, latent = of.number("hidden_size"), of.optional("kv_lora_rank", least=0) or None
+        hidden_size, latent = of.number("hidden_size"), latent_of(of)
         spec = cls(
             family=name,
             support=support,

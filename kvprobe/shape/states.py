@@ -14,6 +14,9 @@ Sizes = tuple[int, int]
 def _mamba1(of: Reading) -> Sizes:
     """Every channel has a state of its own; the input alone is convolved (Gu and Dao, 2023)."""
     channels = int(of.factor("expand", "mamba_expand") * of.number("hidden_size"))
+    # of a model that is Mamba alone its width may be said outright; elsewhere that is the MLP's
+    if of.config.get("mamba_expand") is None:
+        channels = of.optional("intermediate_size", least=0) or channels
     return channels * of.number("state_size", "mamba_d_state"), channels * of.number("conv_kernel", "mamba_d_conv")
 
 
@@ -67,9 +70,9 @@ def _gla(of: Reading) -> Sizes:
 
 def _gated_deltanet(of: Reading) -> Sizes:
     heads, width = of.number("num_heads"), of.number("head_dim")
-    wide = int(width * of.factor("expand_v"))
-    conv = heads * (2 * width + wide) * of.number("conv_size") if of.flag("use_short_conv") else 0
-    return heads * width * wide, conv
+    wide, value_heads = int(width * of.factor("expand_v")), of.optional("num_v_heads") or heads
+    channels = 2 * heads * width + value_heads * wide
+    return value_heads * width * wide, channels * of.number("conv_size") if of.flag("use_short_conv") else 0
 
 
 def _rg_lru(of: Reading) -> Sizes:
@@ -92,7 +95,13 @@ def _rwkv4(of: Reading) -> Sizes:
 def _rwkv(of: Reading) -> Sizes:
     """RWKV-5 and later: head_size × head_size a head, and the last input of both halves of a layer."""
     hidden = of.number("hidden_size")
-    return (of.optional("attention_hidden_size") or hidden) * of.number("head_size", "head_dim"), 2 * hidden
+    if of.config.get("expand_k") is not None or of.config.get("expand_v") is not None:  # flash-linear-attention
+        keys, values = (int((of.real(f"expand_{name}") or usual) * hidden) for name, usual in (("k", 0.5), ("v", 1.0)))
+        return keys * values // of.number("num_heads"), 2 * hidden
+    widths = of.config.get("value_dim")
+    if widths is not None and {hidden} != set(of.numbers("value_dim") or () if isinstance(widths, list) else [widths]):
+        raise of.refusal(f"says value_dim, which kvprobe reads only where it is the hidden_size of {hidden}")
+    return (of.optional("attention_hidden_size") or hidden) * of.number("head_dim", "head_size"), 2 * hidden
 
 
 def _xlstm(of: Reading) -> Sizes:

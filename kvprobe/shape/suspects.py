@@ -28,7 +28,9 @@ xla_device
 _UNDERSTOOD = frozenset((*_UNDERSTOOD_KEYS.split(), *_SAVED_KEYS.split()))
 _WORDS = frozenset(name for names in NAMES.values() for name in names)
 # of `NAMES`, what says nothing of the cache: inside another object these are harmless, and the others not
-_NOT_KEPT = frozenset(name for word in ("intermediate_size", "vocab_size", "max_positions", "tied") for name in NAMES[word])
+_NOT_KEPT = frozenset(
+    name for word in ("intermediate_size", "vocab_size", "max_positions", "tied") for name in NAMES[word]
+)
 
 # sounds harmless, and is not
 _ALWAYS = re.compile(r"^tie_(kv|key)|softmax_(attn_|attention_)?layers|k_eq_v")
@@ -40,7 +42,7 @@ _SUSPECT = re.compile(
     r"|full_att|mixer|reuse|sink|^attn$|^attention$"
     r"|(attn|attention)_(layer_id|ratio|freq|stride|span|band|kind|dim$|hidden_size)|full_layers|cross_layer"
     r"|^d_[kv]$|^(qk|key|value|inner)_dim$|q_per_k|^n_rep$|^num_(en|de)coder_layers$"
-    r"|(^|_)ut_|unroll|repeats?$|recur|feature_map|expand_(k|v|ratio)$"
+    r"|(^|_)ut_|unroll|repeats?$|recur|feature_map|expand_(k|v|ratio)$|pre_seq_len"
 )
 _HARMLESS = re.compile(
     r"alibi|token_id|token_index|token_idx|_token$|rope|rotary|norm|bias|drop|init|expert|moe|router|routing|mlp|ffn"
@@ -76,6 +78,9 @@ def _is_suspect(name: str, value: Any, whole: Mapping[str, Any], *, inside: bool
     if name in _WORDS:
         # what another object says of heads and widths is nothing new only where the whole says the same
         return inside and name not in _NOT_KEPT and whole.get(name) != value
+    if name == "qk_head_dim" and is_said(whole.get("kv_lora_rank")):
+        # MLA's, which says the sum of two others again
+        return bool(value != sum(whole.get(part) or 0 for part in ("qk_nope_head_dim", "qk_rope_head_dim")))
     if _ALWAYS.search(name):
         return True
     if _is_harmless(name):
