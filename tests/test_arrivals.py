@@ -312,7 +312,6 @@ def test_no_family_is_refused_as_it_was_saved(family, gpt2_tokenizer_files, tmp_
 
 REFUSED = """
 import sys
-from kvprobe.models import loading
 from kvprobe.errors import KvprobeError
 from kvprobe.models import loading
 for name in sys.argv[1:]:
