@@ -396,6 +396,8 @@ HARMLESS = {
     "conv_template": "chat",
     "attention_norm_eps": 1e-5,
     "classifier_dropout": 0.1,
+    "compression_ratio": 1.0,
+    "total_ut_steps": 1,
 }
 
 

@@ -53,6 +53,8 @@ _HARMLESS = re.compile(
     r"|context_(window|size)|(bos|eos|pad|mask|sep|cls|unk)_idx|(log|save|eval)_interval|conv_version|chunksize"
     r"|shared?_\w*(input|output)|layers_to_transform|unfrozen|freeze|_local_path"
 )
+# with a 1 these leave every layer and token as they are: one step, one in one
+_IN_ONE = re.compile(r"(?<!expand_)(ratio|factor|steps|repeats|freq|stride|loops|interval|period)$")
 # objects that say how layers are made; others (a resampler, an adapter) are not looked into
 _OF_LAYERS = re.compile(r"att|layer|block|ssm|mixer|decoder|transformer|backbone|^model_config$|^config$")
 
@@ -66,7 +68,9 @@ def _suspects(config: Mapping[str, Any], whole: Mapping[str, Any], within: str) 
     listed = is_said(whole.get("layer_types"))
     for key, value in config.items():
         name = str(key).lower()
-        if not is_said(value) or (listed and name.endswith("sliding_window_pattern")):
+        if not is_said(value) or (value == 1 and value is not True and _IN_ONE.search(name)):
+            continue
+        if listed and name.endswith("sliding_window_pattern"):
             continue
         if _is_suspect(name, value, whole, inside=bool(within)):
             yield f"{within}{key}"
