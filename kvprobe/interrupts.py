@@ -39,6 +39,15 @@ except KeyboardInterrupt:
 # the default of each, in whose place alone a handler is set: a process in the background ignores Ctrl-C
 DEFAULTS: "dict[int, signal._HANDLER]" = {INTERRUPT: signal.default_int_handler, TERMINATE: signal.SIG_DFL}
 
+
+class Interrupted(KeyboardInterrupt):
+    """What a signal raises.
+
+    Python ends a process by SIGINT, whatever its exit status, if KeyboardInterrupt itself left an ``exec`` of a string,
+    as dataclasses and numba have.
+    """
+
+
 _seen: list[int] = []
 _has_work = False
 
@@ -47,7 +56,7 @@ def _note(number: int, frame: "FrameType | None") -> None:
     if _seen or not _has_work:
         _leave(number)
     _seen.append(number)
-    raise KeyboardInterrupt
+    raise Interrupted
 
 
 def guard() -> None:
@@ -108,7 +117,7 @@ def seen() -> int | None:
 def check() -> None:
     """Raise KeyboardInterrupt if one was raised before where Python drops it, as in a finalizer."""
     if _has_work and _seen:
-        raise KeyboardInterrupt
+        raise Interrupted
 
 
 def _over() -> None:

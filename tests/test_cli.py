@@ -252,6 +252,16 @@ def test_a_panic_of_a_library_is_one_line_too(run, gpt2_random, monkeypatch):
     assert done.stderr.startswith("kvprobe: PanicException: called `Result::unwrap()` on an `Err` value (unexpected")
 
 
+def test_a_closed_standard_output_is_told_and_a_file_is_written(tmp_path):
+    shell = f"{sys.executable} -m kvprobe cache gpt2 >&-"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "kvprobe: standard output is closed: name a file with --out\n")
+    shell = f"{sys.executable} -m kvprobe cache gpt2 --out {tmp_path / 'bill'} >&-"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "bill").is_file()
+
+
 def test_a_closed_pipe_is_met_in_silence(gpt2_random):
     shell = f"{sys.executable} -m kvprobe sinks {gpt2_random} --tokens 80 --quiet | true"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)

@@ -167,3 +167,17 @@ cli.main(["cache", {str(shape)!r}, "--format", "json", "--out", {str(out)!r}])
     assert done.returncode == 130
     assert (out.read_text() == "old") if when == "before" else out.read_text().endswith("}\n")
     assert sorted(path.name for path in shape.iterdir()) == ["bill.json", "config.json"]
+
+
+@pytest.mark.parametrize(("number", "said"), [(2, "interrupted"), (15, "terminated")])
+def test_one_inside_code_that_is_made_of_a_string_is_the_commands_own_exit(shape, number, said):
+    arguments = ["cache", str(shape)]
+    code = f"""
+import os, runpy, sys
+from kvprobe.shape import spec
+spec.Spec.from_config = lambda *_: exec("os.kill(os.getpid(), {number})")
+sys.argv = ["kvprobe", *{arguments!r}]
+runpy.run_module("kvprobe", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (128 + number, f"kvprobe: {said}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe import interrupts
+from kvprobe.errors import KvprobeError
 from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
@@ -102,6 +103,8 @@ def notice(text: str, *, quiet: bool = False) -> None:
 def emit(result: Result, *, format_: str, out: str | None, columns: Sequence[str], summary: Sequence[str] = ()) -> None:
     """Print or write a result: ``columns`` are the fields a table shows, ``summary`` the lines under it."""
     interrupts.check()
+    if out is None and sys.stdout is None:
+        raise KvprobeError("standard output is closed: name a file with --out")
     if format_ == "json":
         text = result.to_json()
     elif format_ == "csv":

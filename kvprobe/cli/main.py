@@ -261,7 +261,8 @@ def run(command: click.Command, arguments: list[str] | None = None, *, name: str
         try:
             settle()
             value = command.main(args=arguments, prog_name=name, standalone_mode=False)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as after `>&-`
+                sys.stdout.flush()
         finally:
             done()
         status = _interrupted() or (value if isinstance(value, int) else 0)

@@ -131,7 +131,7 @@ def check(name: str, *, weights: bool = True) -> None:
     """
     if name in pull.CATALOGUE:
         return
-    path = Path(name).expanduser()
+    path = _path(name)
     if path.suffix == ".gguf" and path.is_file():
         from kvprobe.models.gguf_model import describe
 
@@ -165,10 +165,7 @@ def load_spec(name: str, *, progress: Progress = silent) -> Spec:
 
 def find(name: str, *, only_config: bool = False, progress: Progress = silent) -> Found:
     """What a name means, fetched from the hub where it must be; see `load`."""
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError:
-        raise KvprobeError(f"{name!r} is of a user who has no home; {_here()}") from None
+    path = _path(name)
     if name in pull.CATALOGUE:
         if pull.CATALOGUE[name].kind != "model":
             raise KvprobeError(f"{name} is a tokenizer without weights; {_here()}")
@@ -191,6 +188,13 @@ def find(name: str, *, only_config: bool = False, progress: Progress = silent) -
             f"no model {name!r}: it is no pulled model, no directory and no GGUF file here, and {error}; {_here(name)}"
         ) from error
     return Found(directory=directory, name=name, source="hub", revision=directory.name)
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise KvprobeError(f"{name!r} is of a user who has no home; {_here()}") from None
 
 
 def available() -> list[dict[str, Any]]:

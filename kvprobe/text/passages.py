@@ -122,6 +122,10 @@ def notices(passage: Passage) -> list[str]:
     said = []
     if passage.bos_in_text:
         said.append(own_marks(passage.name, passage.n_front - passage.n_added))
+    later = [i for i in range(passage.n_front, passage.n_tokens) if int(passage.ids[i]) in passage.marks]
+    if later:
+        first = "behind that at token 0" if passage.has_bos else "and token 0 is none"
+        said.append(f"{passage.name} holds a begin-of-sequence mark at token {later[0]:,}, {first}")
     if passage.cut is not None and not passage.cut.hashed_whole:
         said.append(f"{passage.name} is {passage.cut}; the SHA-256 is of those that were read")
     return said

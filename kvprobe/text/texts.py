@@ -114,6 +114,8 @@ def _read(source: BinaryIO, shown: str, n_bytes: int | None = None) -> tuple[str
         digest.update(block)
         n_read += len(block)
         pieces.append(_decoded(decoder, block, n_read, shown))
+        if n_bytes is None and n_read > MOST_HASHED:
+            raise KvprobeError(f"{shown} has more than {MOST_HASHED:,} bytes, too many to read whole: use --tokens")
         block = source.read(BLOCK)
     cut = None
     if block:

@@ -185,14 +185,16 @@ def _sinks(options: dict[str, Any]) -> int:
 def _cache(decoder: "Decoder", ids: list[int], options: dict[str, Any]) -> "KVCache | None":
     if options["no_cache"]:
         return None
-    if options["window"] is None:
-        from kvprobe.generation.generate import tokens_fed
+    from kvprobe.generation.generate import tokens_fed
 
-        needed = tokens_fed([ids], options["max_new_tokens"])
+    needed = tokens_fed([ids], options["max_new_tokens"])
+    if options["window"] is None:
         decoder.check_length(needed)
         return decoder.full_cache(needed)
     positions: Any = _positions(decoder, options)
-    return decoder.rolling_cache(options["window"], n_sink=_sinks(options), positions=positions)
+    # no more slots than tokens that come: a window of all of them cuts nothing
+    window, n_sink = (min(options["window"], needed), min(_sinks(options), needed))
+    return decoder.rolling_cache(window, n_sink=n_sink, positions=positions)
 
 
 def _from_standard_input() -> str:
