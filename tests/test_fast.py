@@ -337,7 +337,7 @@ def test_the_step_is_chosen_and_says_why_not():
 
 
 def test_without_numba_the_torch_step_says_so_and_works(monkeypatch):
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(eligible, "find_spec", lambda name: None)
     decoder, ids = rope_decoder(), tiny_ids(3)
     step = engines.stepper(decoder, decoder.full_cache(3))
     assert step.name == "torch"

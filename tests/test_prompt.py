@@ -251,7 +251,7 @@ def test_the_reader_is_chosen_by_what_it_can_and_what_is_faster(monkeypatch):
     assert chosen(decoder.full_cache(80), kind="numba") == "numba"
     with pytest.raises(ValueError, match="auto, numba or torch, got 'jit'"):
         chosen(decoder.full_cache(80), kind="jit")
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(eligible, "find_spec", lambda name: None)
     assert chosen(decoder.full_cache(80)) == "torch"
     with pytest.raises(ValueError, match="numba cannot be used: numba is not installed"):
         chosen(decoder.full_cache(80), kind="numba")
