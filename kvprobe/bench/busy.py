@@ -27,12 +27,12 @@ OTHERS_CORES = 0.25
 PEAK_CORES = 0.5
 # Kernels count by ticks of up to 10 ms: over a second, two processors' ticks are right to a tenth of a core at worst.
 ENOUGH_S = 1.0
-# Runs whose middle half lies as wide apart as their median. Clocks that change and threads that wake up scatter short
-# ones as much on an idle machine (seen: 2.3 to 7.8 ms), and few runs have no quartiles to speak of.
+# Runs whose middle half lies as wide apart as their median, of which few have no quartiles to speak of.
 SPREAD = 1.0
 SPREAD_RUNS = 5
-SPREAD_MS = 10.0
-LEAST_MS = 1.0
+# Clocks that change and threads that wake up scatter short runs, and turn them around, on an idle machine too (seen:
+# 2.3 to 7.8 ms; 2.5 ms at 64 tokens and 4.2 at 16): of those below this, nothing is concluded.
+LEAST_MS = 10.0
 # A longer context so many times as fast, quartile against quartile: an idle machine drifts by several hundredths.
 FASTER = 1.25
 
@@ -182,7 +182,7 @@ def _scattered(rows: Sequence[Row]) -> list[str]:
         f"half of the runs of {_named(row)} lie outside {row['ms_low']:,.1f} to {row['ms_high']:,.1f} ms"
         for row in rows
         if row["n_runs"] >= SPREAD_RUNS
-        and row["ms_median"] >= SPREAD_MS
+        and row["ms_median"] >= LEAST_MS
         and row["ms_high"] - row["ms_low"] > SPREAD * row["ms_median"]
     ]
 
@@ -191,12 +191,12 @@ def _upside_down(rows: Sequence[Row]) -> list[str]:
     """Of each phase, batch and step the two contexts that contradict most."""
     alike: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        if row["ms_median"] >= LEAST_MS:
-            alike[row["phase"], row["batch"], row["step"]].append(row)
+        alike[row["phase"], row["batch"], row["step"]].append(row)
     found = []
     for group in alike.values():
         pairs = combinations(sorted(group, key=lambda row: row["context"]), 2)
-        odd = [(short, long) for short, long in pairs if short["ms_low"] > FASTER * long["ms_high"]]
+        slow = ((short, long) for short, long in pairs if short["ms_median"] >= LEAST_MS)
+        odd = [(short, long) for short, long in slow if short["ms_low"] > FASTER * long["ms_high"]]
         if odd:
             short, long = max(odd, key=lambda pair: pair[0]["ms_low"] / pair[1]["ms_high"])
             slower = f"{short['ms_median']:,.1f} ms at {short['context']:,}"
