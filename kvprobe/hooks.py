@@ -11,39 +11,21 @@ It goes through transformers' two documented extension points, the attention int
 same name; without the second, causality would silently be lost.
 """
 
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvprobe.attention import AttentionCall
-from kvprobe.errors import NotIntercepted, UnsupportedModelError
+from kvprobe.attention import AttentionCall, Turn
+from kvprobe.attention_layers import attention_layers, family_of
+from kvprobe.blocks import Attend, Block, bypassed
+from kvprobe.errors import NotIntercepted
 from kvprobe.rope import Rope
 
-__all__ = ["AttentionCall", "Captured", "attending", "capture", "family_of", "rope_of"]
-
-Attend = Callable[[AttentionCall], Tensor]
-
-# layer types of transformers' configs whose layers hold keys and values; others (linear, recurrent, convolution) do not
-KV_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
-
-_names = count()
-_ropes: "WeakKeyDictionary[nn.Module, dict[int, Rope]]" = WeakKeyDictionary()
-
-
-def family_of(model: nn.Module) -> str:
-    """The model's family as its config names it (``model_type``)."""
-    config: Any = model.config
-    return str(config.model_type)
+__all__ = ["Attend", "AttentionCall", "Captured", "attending", "capture", "family_of", "once", "rope_of"]
 
 
 @contextmanager
@@ -52,59 +34,51 @@ def attending(model: nn.Module, attend: Attend) -> Iterator[None]:
 
     ``attend`` gets an :class:`AttentionCall` and returns ``[batch, n_heads, q_len, v_head_dim]``; ``call.attend()``
     is what the model would have done. Call the model with ``use_cache=False``. Blocks may be nested: the inner one
-    acts. The model leaves as it entered, also on an error.
+    acts. A model of text and images is seen where it reads text; its other towers stay as they are. The model leaves
+    as it entered, also on an error, and whatever the order in which generators leave their blocks.
 
-    Raises NotIntercepted if the family goes round transformers' attention interface: on entering where the family
-    says so itself, and on leaving after a forward if a layer with keys and values never reached ``attend``, since
-    the result would be the plain model's. Raises ValueError if the model is in training mode, where dropout makes
-    attention random.
+    A model belongs to one thread at a time: KvprobeError if another one has a block open on it, or calls it
+    meanwhile. Raises NotIntercepted if the family goes round transformers' attention interface (on entering where
+    the family says so itself, else at the end of a forward in which a layer with keys and values ran and never
+    reached ``attend``, since the result would be the plain model's), and if it hands attention an argument that
+    is not honoured. Raises ValueError if the model is in training mode, where dropout makes attention random.
     """
+    # what torch.compile gives back stands around the model
+    model = getattr(model, "_orig_mod", model)
     if model.training:
         raise ValueError("the model is in training mode, where dropout changes attention: call model.eval() first")
     if not model._can_set_attn_implementation():  # type: ignore[operator]
-        raise NotIntercepted(_bypassed(model, "attention"))
-    name = f"kvprobe-{next(_names)}"
-    expected = _attention_layers(model)
-    calls: Counter[int] = Counter()
-    forwards: Counter[str] = Counter()
+        raise NotIntercepted(bypassed(family_of(model), "attention"))
 
-    def interface(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
-    ) -> tuple[Tensor, None]:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
-        call = _call_of(model, module, layer, query, key, value, attention_mask, given)
-        calls[layer] += 1
-        output = attend(call)
-        wanted = (*query.shape[:3], value.shape[-1])
-        if not isinstance(output, Tensor) or output.shape != wanted:
-            got = [*output.shape] if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(f"attend must return [batch, n_heads, q_len, v_head_dim] = {[*wanted]}, got {got}")
-        return output.to(query.dtype).transpose(1, 2).contiguous(), None
+    def turn_of(layer: int) -> Turn:
+        return lambda x, by: rope_of(model)[layer].turn(x, by)
 
-    configs = _configs(model)
-
-    def finished(*_: object) -> None:
-        # a forward inside an inner block is that block's to prove
-        forwards["done"] += configs[0]._attn_implementation_internal == name
-
-    # the whole, its body, and the decoder: OPT's forward goes round its own body, and a body may be called alone
-    entrances = {id(part): part for part in (model, model.base_model, model.get_decoder())}  # type: ignore[operator]
-    handles = [part.register_forward_hook(finished) for part in entrances.values()]  # type: ignore[union-attr]
-    before = [config._attn_implementation_internal for config in configs]
-    ALL_ATTENTION_FUNCTIONS.register(name, interface)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    block = Block(model, attend, turn_of)
     try:
-        for config in configs:
-            config._attn_implementation_internal = name
+        block.open()
         yield
     finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
-        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            registry._global_mapping.pop(name)
-        for handle in handles:
-            handle.remove()
-    _prove(model, expected, calls, forwards["done"])
+        block.close()
+
+
+def once(family: str, attend: Attend) -> Attend:
+    """``attend`` for one forward whose layers are told apart by their numbers.
+
+    The result raises NotIntercepted where a layer attends twice (looped models, differential attention), since the
+    second time would overwrite what the first gave.
+    """
+    seen: set[int] = set()
+
+    def first(call: AttentionCall) -> Tensor:
+        if call.layer in seen:
+            raise NotIntercepted(
+                f"family {family}: layer {call.layer} attends more than once in a forward, and kvprobe tells what it "
+                "sees by the number of the layer"
+            )
+        seen.add(call.layer)
+        return attend(call)
+
+    return first
 
 
 @dataclass(frozen=True)
@@ -134,9 +108,10 @@ def capture(
 
     ``layers`` are those to keep (default: all), ``maps`` those whose attention maps are kept as well (True: all of
     ``layers``); a map holds ``n_heads * length**2`` float32. ``to_cpu`` moves each copy off the device at once.
-    ``inputs`` go to the model (``attention_mask=...``). Raises ValueError for a layer that holds no keys and values.
+    ``inputs`` go to the model (``attention_mask=...``). Raises ValueError for a layer that holds no keys and values,
+    and NotIntercepted for one that holds them and did not attend.
     """
-    holding = _attention_layers(model)
+    holding = attention_layers(model)
     wanted = set(holding if layers is None else layers)
     mapped = set(wanted if maps is True else () if maps is False else maps)
     if strange := sorted((wanted | mapped) - set(holding)):
@@ -147,177 +122,25 @@ def capture(
         return x.detach().to("cpu" if to_cpu else x.device).clone(memory_format=torch.contiguous_format)
 
     def watch(call: AttentionCall) -> Tensor:
-        if call.layer in wanted:
+        if layers is None or call.layer in wanted:
             captured.keys[call.layer], captured.values[call.layer] = keep(call.key), keep(call.value)
-        if call.layer in mapped:
+        if call.layer in mapped or (layers is None and maps is True):
             captured.maps[call.layer] = torch.cat([keep(part) for _, part in call.weights()], dim=2)
         return call.attend()
 
-    with attending(model, watch):
+    with attending(model, once(family_of(model), watch)):
         # the body alone: nobody reads the vocabulary's logits
         model.base_model(input_ids=input_ids, use_cache=False, **inputs)  # type: ignore[operator]
+    if missed := sorted(
+        (wanted - captured.keys.keys() if layers is not None else set()) | (mapped - captured.maps.keys())
+    ):
+        raise NotIntercepted(bypassed(family_of(model), f"layer {missed[0]} ({holding[missed[0]]})"))
     return captured
 
 
 def rope_of(model: nn.Module) -> dict[int, Rope]:
-    """The rotation of every layer that holds keys, found by experiment and so without knowledge of the family.
+    """The rotation of every layer that holds keys: see :func:`kvprobe.rope_finding.rope_of`, which this is."""
+    # it looks through this seam itself
+    from kvprobe import rope_finding
 
-    One short forward sees the same tokens at two places; in each layer exactly one way of turning (which of the
-    model's frequencies, which components, which pairing) takes the keys of the first to those of the second. Raises
-    UnsupportedModelError, naming the family, where the model has no rotary embedding (learned or no positions),
-    one whose frequencies depend on the length, or one that is no such rotation.
-    """
-    if model not in _ropes:
-        _ropes[model] = _find_ropes(model)
-    return _ropes[model]
-
-
-def _call_of(
-    model: nn.Module,
-    module: nn.Module,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    given: dict[str, Any],
-) -> AttentionCall:
-    if given.get("position_bias") is not None:
-        raise UnsupportedModelError(
-            f"family {family_of(model)} adds a position bias to its scores, which kvprobe does not honour"
-        )
-    if getattr(module, "reorder_and_upcast_attn", False):
-        # GPT-2's option for half precision: scores and their softmax in float32
-        query, key, value = query.float(), key.float(), value.float()
-    causal = given.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    if mask is None and not causal:
-        # an encoder: no mask means that every query sees every key
-        mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=key.device)
-    if mask is None and key.shape[2] > query.shape[2] > 1:
-        # a static cache being filled: transformers aligns the causal mask top-left and ignores the empty slots
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    scale = given.get("scaling")
-    return AttentionCall(
-        layer=layer,
-        query=query,
-        key=key,
-        value=value,
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        mask=_boolean(model, mask),
-        softcap=given.get("softcap"),
-        sink_logits=given.get("s_aux"),
-        turn=lambda x, by: rope_of(model)[layer].turn(x, by),
-    )
-
-
-def _boolean(model: nn.Module, mask: Tensor | None) -> Tensor | None:
-    if mask is None or mask.dtype == torch.bool:
-        return mask
-    keep = mask == 0
-    if not bool((keep | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-        raise UnsupportedModelError(f"family {family_of(model)} was given a mask that is neither 0 nor minus infinity")
-    return keep
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    found = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
-    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
-
-
-def _attention_layers(model: nn.Module) -> dict[int, str]:
-    """Layer index → class name of the modules that hold keys and values, read off the module tree and the config."""
-    types = getattr(model.config, "layer_types", None)
-    found: dict[int, str] = {}
-    for path, part in model.named_modules():
-        index = re.search(r"\.(\d+)\.", f".{path}.")
-        if index is None or "Attention" not in type(part).__name__:
-            continue
-        layer = int(index[1])
-        if types is None or types[layer] in KV_LAYER_TYPES:
-            found.setdefault(layer, type(part).__name__)
-    return found
-
-
-def _prove(model: nn.Module, expected: dict[int, str], calls: Counter[int], forwards: int) -> None:
-    if not forwards:
-        return
-    missed = sorted(layer for layer in expected if not calls[layer])
-    if missed or not calls:
-        where = f"layer {missed[0]} ({expected[missed[0]]})" if missed else "every layer"
-        raise NotIntercepted(_bypassed(model, where))
-
-
-def _bypassed(model: nn.Module, where: str) -> str:
-    return (
-        f"family {family_of(model)}: {where} does not go through transformers' attention interface, so kvprobe "
-        "cannot see or change it; nothing measured would be of the changed model"
-    )
-
-
-def _find_ropes(model: nn.Module) -> dict[int, Rope]:
-    family = family_of(model)
-    frequencies = _frequencies(model)
-    # the same tokens at positions 0 to 5 and 37 to 42: relative positions are the same, so hidden states are too
-    shift, length = 37, 6
-    positions = torch.arange(length) + torch.tensor([[0], [shift]])
-    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-    weight: Tensor = embedding.weight  # type: ignore[assignment]
-    device = torch.device("cpu") if weight.is_meta else weight.device
-    tokens = (torch.arange(length) % weight.shape[0]).expand(2, -1)
-    with torch.no_grad():
-        # a mask of ones: without one, two rows with other positions could be taken for packed sequences
-        seen = capture(
-            model,
-            tokens.to(device),
-            position_ids=positions.to(device),
-            attention_mask=torch.ones_like(tokens).to(device),
-        )
-    ropes = {}
-    for layer, key in seen.keys.items():
-        here, there = key.float()
-        tolerance = 1e-3 if key.dtype == torch.float32 else 0.1
-        by = torch.tensor(shift, device=key.device)
-
-        def misfit(rope: Rope, here: Tensor = here, there: Tensor = there, by: Tensor = by) -> float:
-            return float((rope.turn(here[None], by)[0] - there).norm() / (here - there).norm())
-
-        candidates = _candidates(frequencies, here.shape[-1])
-        best = min(candidates, key=misfit, default=None)
-        # nan where nothing moved at all, which no rotation by 37 positions does
-        if best is None or not misfit(best) < tolerance:
-            raise UnsupportedModelError(
-                f"family {family}: the keys of layer {layer} are not turned by a rotation that kvprobe knows "
-                "(whole or partial, halves or interleaved), so they cannot be turned back"
-            )
-        ropes[layer] = best
-    return ropes
-
-
-def _frequencies(model: nn.Module) -> list[Tensor]:
-    family = family_of(model)
-    found = [b for name, b in model.named_buffers() if name.endswith("inv_freq") and "original" not in name]
-    if not found:
-        raise UnsupportedModelError(
-            f"family {family} has no rotary position embedding (RoPE), so its keys cannot be turned by positions"
-        )
-    kinds: set[str] = set()
-    for part in model.modules():
-        kind = getattr(part, "rope_type", ())
-        kinds |= {kind} if isinstance(kind, str) else set(kind.values()) if isinstance(kind, dict) else set()
-    if lengthy := sorted(kinds & {"dynamic", "longrope"}):
-        raise UnsupportedModelError(
-            f"family {family} uses {lengthy[0]} RoPE, whose frequencies depend on the length of the sequence: "
-            "turning a key by a distance is not defined there"
-        )
-    return found
-
-
-def _candidates(frequencies: list[Tensor], head_dim: int) -> list[Rope]:
-    fitting = [inv_freq for inv_freq in frequencies if 2 * inv_freq.shape[0] <= head_dim]
-    return [
-        Rope(inv_freq, start, interleaved)
-        for inv_freq in fitting
-        for start in sorted({0, head_dim - 2 * inv_freq.shape[0]})
-        for interleaved in (False, True)
-    ]
+    return rope_finding.rope_of(model)

@@ -42,12 +42,11 @@ class View:
         """
         one_of("of", of, Of)
         one_of("stage", stage, Stage)
-        rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
-        if stage == "post_rope" or not rotary:
+        if stage == "post_rope":
             return cls(of, stage)
-        from kvprobe.hooks import rope_of
+        from kvprobe.rope_finding import rope_of, rotates
 
-        return cls(of, stage, rope_of(model))
+        return cls(of, stage, rope_of(model)) if rotates(model) else cls(of, stage)
 
     def matrix(self, call: AttentionCall) -> Tensor:
         """The matrix of one call: ``[batch, length, width]`` in the model's dtype."""

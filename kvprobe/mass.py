@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe.attention import AttentionCall
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.progress import Progress, silent
 from kvprobe.results import Row
 
@@ -82,20 +82,27 @@ def measure(
     """Mass of one forward over ``input_ids`` ``[batch, length]``; with ``positions``, the share of every position too.
 
     Query 0 sees only itself, and the first queries see little else: ``queries_from`` leaves them out. Raises
-    ValueError if it is not in 0 to length − 1, and KvprobeError naming the layer where attention is not finite.
+    ValueError if it is not in 0 to length − 1, KvprobeError naming the layer where attention is not finite, and
+    UnsupportedModelError where keys are not one a token.
     """
     # arithmetic knows no transformers until a model is really measured
-    from kvprobe.hooks import attending
+    from kvprobe.attention_layers import attention_layers
+    from kvprobe.hooks import attending, family_of, once
 
     length = input_ids.shape[-1]
     if not 0 <= queries_from < length:
         raise ValueError(f"queries-from must be between 0 and {length - 1} for {length} tokens, got {queries_from}")
-    n_layers: int = model.config.num_hidden_layers  # type: ignore[union-attr,assignment]
+    n_layers = 1 + max(attention_layers(model), default=0)
     token0: dict[int, Tensor] = {}
     uniform: dict[int, Tensor] = {}
     share: dict[int, Tensor] = {}
 
     def watch(call: AttentionCall) -> Tensor:
+        if call.key.shape[2] != length:
+            raise UnsupportedModelError(
+                f"family {family_of(model)}: layer {call.layer} reads {call.key.shape[2]} keys for {length} tokens, so "
+                "attention is not shared out among tokens there"
+            )
         if positions:
             output, token0[call.layer], share[call.layer] = _attend_with_shares(call, queries_from)
         else:
@@ -110,7 +117,7 @@ def measure(
         progress("attention", call.layer + 1, n_layers, "layers")
         return output
 
-    with attending(model, watch):
+    with attending(model, once(family_of(model), watch)):
         # the body alone: the vocabulary's logits would cost more than the masses do
         model.base_model(input_ids=input_ids, use_cache=False)  # type: ignore[operator]
     layers = tuple(sorted(token0))

@@ -67,9 +67,18 @@ class Loaded:
             "device": self.device,
             "gpu": torch.cuda.get_device_name() if self.device.startswith("cuda") else None,
             "threads": torch.get_num_threads(),
+            "autocast": _autocast(self.device),
             "family": self.spec.family,
             **({} if self.code is None else {"code": self.code}),
         }
+
+
+def _autocast(device: str) -> str | None:
+    """The dtype that torch.autocast computes in at this moment, on whatever kind of device; None where it is off."""
+    import torch
+
+    kind = device.partition(":")[0]
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if torch.is_autocast_enabled(kind) else None
 
 
 def load(name: str, *, dtype: str = "float32", device: str | None = None, progress: Progress = silent) -> Loaded:
@@ -153,7 +162,10 @@ def load_spec(name: str, *, progress: Progress = silent) -> Spec:
 
 def find(name: str, *, only_config: bool = False, progress: Progress = silent) -> Found:
     """What a name means, fetched from the hub where it must be; see `load`."""
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise KvprobeError(f"{name!r} is of a user who has no home; {_here()}") from None
     if name in pull.CATALOGUE:
         if pull.CATALOGUE[name].kind != "model":
             raise KvprobeError(f"{name} is a tokenizer without weights; {_here()}")

@@ -10,7 +10,8 @@ from torch import Tensor
 class Rope:
     """The rotation of one layer, read off the model.
 
-    ``inv_freq`` ``[rotary_dim / 2]`` in radians a position. ``start`` is the first turned component of a head
+    ``inv_freq`` ``[rotary_dim / 2]`` in radians a position; empty where a layer has no position encoding, and its
+    keys stay as they are at any distance. ``start`` is the first turned component of a head
     (partial rotation turns only some; MLA turns the last ones). ``interleaved`` pairs component 2j with 2j+1
     (GPT-J, DeepSeek) instead of j with j + rotary_dim/2 (Llama, GPT-NeoX).
     """
@@ -30,6 +31,8 @@ class Rope:
         ``by`` is one number, ``[length]`` or ``[batch, length]``. A pure rotation: a scale that the family puts on
         its sines (YaRN) stays where it was. Turning by ``-p`` what was turned by ``p`` gives it back to rounding.
         """
+        if not self.rotary_dim:
+            return x
         # float32, and the position times the frequency in this order: what the families themselves compute, so
         # that turning back cancels their rounding at any position
         angle = by.to(device=x.device, dtype=torch.float32)[..., None] * self.inv_freq.to(x.device, torch.float32)

@@ -82,6 +82,8 @@ def attend_window(call: AttentionCall, *, window: int, sinks: Sequence[int], by_
     old, old_lse = _sinks_outside(call, window, sinks, first, by_slot)
     recent, recent_lse = output[:, :, first:], lse[:, :, first:]
     total = torch.logaddexp(recent_lse, old_lse)
+    # an indexer may hide a query from its window and from every sink: it gets nothing, and not 0/0
+    total = total.masked_fill(total.isneginf(), 0.0)
     merged = recent * torch.exp(recent_lse - total)[..., None] + old * torch.exp(old_lse - total)[..., None]
     return torch.cat([output[:, :, :first], merged.to(output.dtype)], dim=2)
 
@@ -106,6 +108,9 @@ def _recent(call: AttentionCall, window: int) -> tuple[Tensor, Tensor]:
             mask=mask,
         )
         output, lse = part.attend_with_lse()
+        if mask is not None and call.sink_logits is None:
+            # an indexer may hide all of the window, which then weighs nothing beside the sinks
+            lse = lse.masked_fill(~mask.any(-1), -torch.inf)
         outputs.append(output)
         sums.append(lse)
     return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
@@ -341,20 +346,23 @@ def check(
                 "last tokens, whose first becomes its own sink (a BOS is kept by itself)"
             )
     if positions == "cache":
-        from kvprobe.hooks import rope_of
+        from kvprobe.rope_finding import check_scores_by_distance, position_limit, rope_of
 
         try:
             rope_of(model)
+            check_scores_by_distance(model, n_tokens)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
                 f"positions cache: {error}; positions absolute and recompute work on it"
             ) from error
-        return
-    limit = getattr(model.config, "max_position_embeddings", None)
+        limit = position_limit(model)
+    else:
+        text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+        limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and n_tokens > limit:
         raise KvprobeError(
             f"{n_tokens} tokens are more than the {limit} positions that the model has; ask for at most {limit} tokens"
-            + (", or for positions cache (under RoPE), which have no limit")
+            + (", or for positions cache (under RoPE), which have no limit" if positions != "cache" else "")
         )
 
 

@@ -235,6 +235,12 @@ def test_a_prompt_that_is_not_utf_8_is_refused(run):
     assert done.stderr == "kvprobe: the prompt is not UTF-8: byte 0xff at offset 7; convert it to UTF-8 first\n"
 
 
+def test_a_model_in_the_home_of_nobody_is_one_line(run):
+    done = run("sinks", "~nosuchuser/model", "--quiet")
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvprobe: '~nosuchuser/model' is of a user who has no home; ")
+
+
 def test_a_panic_of_a_library_is_one_line_too(run, gpt2_random, monkeypatch):
     # as pyo3's PanicException, which is no Exception
     def panic(*_, **__):

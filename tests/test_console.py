@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from kvprobe import console
+from kvprobe import console, page
 from kvprobe.results import Result
 from kvprobe.visible import harmless, visible
 
@@ -77,3 +77,20 @@ def test_names_reach_a_table_and_what_stands_under_it_visible(capsys):
     console.emit(Result("sinks", rows, {}), format_="table", out=None, columns=["token"], summary=["", HOSTILE])
     _, cell, empty, line = capsys.readouterr().out.splitlines()
     assert (cell, empty, line) == (repr(HOSTILE), "", SEEN)
+
+
+def test_names_reach_a_page_visible_and_never_as_html():
+    hostile = f"<b>{HOSTILE}&"
+    section = page.Section(
+        anchor="sinks",
+        heading=hostile,
+        sentences=[hostile],
+        columns=[page.Column("token", hostile), page.Column("name", "name", show=str)],
+        rows=[{"token": hostile, "name": hostile}],
+        record={hostile: hostile},
+    )
+    text = page.document(hostile, hostile, [section]).decode()
+    assert text.replace("\n", "").isprintable()
+    assert "<b>" not in text
+    # a column may write its values itself
+    assert f"<td>&lt;b&gt;{SEEN}&amp;</td>" in text

@@ -276,7 +276,8 @@ def test_the_rows_of_a_grid():
 )
 def test_local_layers_are_named(sizes, says):
     spec = Spec.from_config(model_of("llama").config.to_dict())
-    assert windows.describe_local_layers(replace(spec, n_layers=len(sizes), windows=sizes)) == says
+    layers = tuple(replace(spec.layers[0], kind="sliding" if size else "full", limit=size) for size in sizes)
+    assert windows.describe_local_layers(replace(spec, layers=layers)) == says
 
 
 @pytest.mark.parametrize("positions", ["absolute", "cache", "recompute"])

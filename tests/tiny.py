@@ -41,6 +41,15 @@ _MLA: dict[str, Any] = _MHA | {
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
 }
+_LONGCAT = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "q_lora_rank",
+    "kv_lora_rank",
+)
+_LONGCAT += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "bos_token_id", "eos_token_id")
 _LOCAL: dict[str, Any] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -128,6 +137,95 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+_DSA: dict[str, Any] = _MLA | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 28}
+_VISION |= {"patch_size": 14, "num_hidden_layers": 5}
+_QWEN_VISION: dict[str, Any] = {"depth": 5, "num_heads": 2, "patch_size": 14}
+_MROPE: dict[str, Any] = _HALVES | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+}
+# every fourth layer of the published models, here the last, has no position encoding
+_NOPE: dict[str, Any] = _HALVES | {"num_hidden_layers": 4}
+_NOPE_LOCAL: dict[str, Any] = _NOPE | {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 3}
+_NOPE_LOCAL |= {"layer_types": [*_NOPE_LOCAL["layer_types"], "full_attention"]}
+_GPTJ: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4}
+_GPTJ |= {"n_positions": 256, "bos_token_id": 1, "eos_token_id": 2}
+
+# families of whom one thing is special; they have their own tests
+SPECIAL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # attention reads only the keys that an indexer chooses, fewer than the tests' texts have
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _DSA),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", _DSA),
+    "axk2": ("AXK2Config", "AXK2ForCausalLM", _DSA | {"head_dim": 4}),
+    "hy_v4": ("HYV4Config", "HYV4ForCausalLM", _DSA),
+    "minimax_m3_vl_text": (
+        "MiniMaxM3VLTextConfig",
+        "MiniMaxM3VLForCausalLM",
+        _HALVES
+        | {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}
+        | {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 48},
+    ),
+    # layers without position encoding beside others
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", _NOPE | {"no_rope_layers": [1, 1, 1, 0]}),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", _NOPE_LOCAL),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", _NOPE_LOCAL),
+    "afmoe": (
+        "AfmoeConfig",
+        "AfmoeForCausalLM",
+        _NOPE_LOCAL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1},
+    ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        _NOPE
+        | {"no_rope_layers": [1, 1, 1, 0], "attention_chunk_size": WINDOW, "intermediate_size_mlp": 48}
+        | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    # sines kept in a table, not made from frequencies
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", _GPTJ),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", _GPTJ),
+    # turns the other way
+    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", _HALVES),
+    # two attentions a layer
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {k: v for k, v in _MLA.items() if k in _LONGCAT}
+        | {"num_layers": 2, "head_dim": 4, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16}
+        | {"zero_expert_num": 1, "moe_topk": 2},
+    ),
+    # a part that reads images, with more layers than the one that reads text
+    "gemma3": (
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        {"text_config": _HALVES | _LOCAL, "vision_config": _VISION, "mm_tokens_per_image": 4},
+    ),
+    "llava": (
+        "LlavaConfig",
+        "LlavaForConditionalGeneration",
+        {"text_config": _HALVES | {"model_type": "llama"}}
+        | {"vision_config": _VISION | {"model_type": "clip_vision_model", "projection_dim": 16}},
+    ),
+    "qwen2_vl": (
+        "Qwen2VLConfig",
+        "Qwen2VLForConditionalGeneration",
+        {"text_config": _MROPE, "vision_config": _QWEN_VISION | {"embed_dim": 16, "hidden_size": 32}},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLForConditionalGeneration",
+        {"text_config": _MROPE}
+        | {"vision_config": _QWEN_VISION | {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32}},
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        "Qwen3VLForConditionalGeneration",
+        {"text_config": _MROPE}
+        | {"vision_config": _QWEN_VISION | {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32}},
+    ),
+}
+
 # the families whose attention passes through transformers' attention interface, and those that bypass it
 HOOKED = tuple(family for family in FAMILIES if family not in ("falcon", "bloom", "mpt", "gpt_neo"))
 BYPASSING = ("falcon", "bloom", "mpt", "gpt_neo")
@@ -137,7 +235,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     """The configuration alone; `overrides` are the family's own configuration keys."""
     import transformers
 
-    config_class, _, settings = FAMILIES[family]
+    config_class, _, settings = (FAMILIES | SPECIAL)[family]
     return getattr(transformers, config_class)(**(settings | overrides))
 
 
@@ -148,7 +246,7 @@ def tiny_model(family: str, seed: int = 0, *, std: float = 0.2, **overrides: Any
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # some families draw their vectors too when they are built
-        model = getattr(transformers, FAMILIES[family][1])(config)
+        model = getattr(transformers, (FAMILIES | SPECIAL)[family][1])(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
