@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvprobe.bench import machine
+from kvprobe.bench import machine as machine_module
 from kvprobe.bench.latency import Bench
 from kvprobe.bench.machine import Machine, Timing, device_clock, measure_machine, timed
 from kvprobe.bench.roofline import Ceilings, Shape, total
@@ -89,9 +90,33 @@ def test_rates_are_work_over_the_least_time():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_has_the_rate_of_float32_at_least(dtype):
-    machine = measure_machine(dtype, buffer_bytes=2**20, gemm_widths=(32,), seconds=0)
-    assert "through float32" in machine.products
+def test_half_precision_has_the_rate_of_float32_where_its_own_is_lower(dtype, monkeypatch):
+    made, now = machine_module._multipliers, 0.0
+
+    def taking(run, seconds):
+        def timed():
+            nonlocal now
+            run()
+            now += seconds
+
+        return timed
+
+    def slow_in_the_dtype(*given):
+        return {name: taking(run, 1 if "float32" in name else 4) for name, run in made(*given).items()}
+
+    # those that read, which are not what is looked at, take no time but the smallest
+    def clock():
+        nonlocal now
+        now += 2**-20
+        return now
+
+    monkeypatch.setattr(machine_module, "_multipliers", slow_in_the_dtype)
+    machine = measure_machine(dtype, buffer_bytes=2**20, gemm_widths=(32,), seconds=0, clock=clock)
+    assert machine.products["torch matmul"] == pytest.approx(2 * 32**3 / 4, rel=1e-5)
+    assert machine.products["through float32"] == pytest.approx(2 * 32**3, rel=1e-5)
+    assert machine.ceilings.matrix_rate == pytest.approx(2 * 32**3, rel=1e-5)
+    ways = made(dtype, torch.device("cpu"), 32)
+    torch.testing.assert_close(ways["through float32"](), ways["torch matmul"]())
 
 
 def test_slow_products_are_not_made_larger(monkeypatch):

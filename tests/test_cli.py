@@ -140,8 +140,8 @@ def test_json_is_one_document_with_rows_and_record(run, gpt2_random):
 def test_per_head_rows(run, gpt2_random):
     done = run("sinks", str(gpt2_random), "--tokens", "80", "--format", "json", "--per-head", "--quiet")
     rows = json.loads(done.stdout)["rows"]
-    assert rows[0].keys() >= {"layer", "head", "mass", "is_sink"}
-    assert len({(row["layer"], row["head"]) for row in rows}) == len(rows)
+    assert list(rows[0]) == ["layer", "head", "mass", "uniform", "is_sink"]
+    assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in range(3) for head in range(4)]
     assert done.stderr == ""
 
 

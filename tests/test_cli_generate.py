@@ -1,5 +1,6 @@
 import io
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -123,12 +124,16 @@ def test_a_window_keeps_four_sinks_and_the_positions_the_model_can_have(run, req
     assert none["token_ids"] != row["token_ids"]
 
 
-def test_a_window_by_slot_goes_on_beyond_the_models_positions(run, llama_random):
-    long = ("The time", "--max-new-tokens", 300)
-    row, _ = rows(run, llama_random, *long, "--window", 8)
-    assert row["n_new"] == 300 or row["stopped_by"] == "eos"
+def test_a_window_by_slot_goes_on_beyond_the_models_positions(run, llama_random, tmp_path):
+    endless = shutil.copytree(llama_random, tmp_path / "endless")
+    for file in ("config.json", "generation_config.json"):
+        settings = json.loads((endless / file).read_text())
+        (endless / file).write_text(json.dumps(settings | {"eos_token_id": None}))
+    long = (endless, "The time", "--max-new-tokens", 300)
+    row, _ = rows(run, *long, "--window", 8)
+    assert (row["n_new"], row["stopped_by"]) == (300, "length")
     for options in ((), ("--window", 8, "--positions", "absolute")):
-        done = run(llama_random, *long, *options)
+        done = run(*long, *options)
         assert done.code == 1
         assert "more than the model's 256 positions" in done.err
 

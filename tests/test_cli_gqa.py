@@ -226,7 +226,9 @@ def test_the_plot_is_written(run, corpus, tmp_path):
     picture = tmp_path / "gqa.svg"
     done = run("--quick", "--corpus", corpus, "--kv-heads", 8, "--kv-heads", 1, "--quiet", "--plot", picture)
     assert done.returncode == 0, done.stderr
-    assert "KiB" in (text := picture.read_text()) or " B" in text
+    # K and V of one layer, heads of 2, float32
+    for label in ("128 B", "8 KV heads", "16 B", "1 KV head"):
+        assert f">{label}<" in picture.read_text()
 
 
 def summary_row(n, mean, low, high):

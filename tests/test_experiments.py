@@ -48,11 +48,18 @@ def test_sinks_are_the_mass_that_was_measured(subject):
     measured = mass.measure(subject.model, subject.input_ids, queries_from=10, positions=True)
     assert [row["mass"] for row in result.rows] == pytest.approx(measured.token0.mean(-1).tolist())
     assert result.run["mass"] == pytest.approx(float(measured.token0.mean()))
-    assert sinks.by_head(result).rows == measured.head_rows(0.1)
-    assert sinks.by_head(result).run == result.run
+    assert [row["head_mass"] for row in result.rows] == measured.token0.tolist()
     assert f"{result.run['mass']:.3f} of all attention is on token 0" in sinks.sentence(result)
     with pytest.raises(ValueError, match="epsilon must be a number between 0 and 1, got nan"):
         sinks.run(subject, epsilon=math.nan)
+
+
+def test_rows_by_head_are_those_by_layer_and_a_sink_has_more_than_epsilon():
+    layers = [{"layer": 0, "uniform": 0.1, "head_mass": [0.5, 0.75]}, {"layer": 4, "uniform": 0.2, "head_mass": [0.25]}]
+    found = sinks.by_head(Result("sinks", layers, {"epsilon": 0.5}))
+    fields = ("layer", "head", "mass", "uniform", "is_sink")
+    rows = [(0, 0, 0.5, 0.1, False), (0, 1, 0.75, 0.1, True), (4, 0, 0.25, 0.2, False)]
+    assert found == Result("sinks", [dict(zip(fields, row, strict=True)) for row in rows], {"epsilon": 0.5})
 
 
 def test_a_control_is_what_the_record_says_was_read(subject):

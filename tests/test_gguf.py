@@ -24,16 +24,16 @@ from kvprobe.models.gguf_join import join
 from kvprobe.models.gguf_model import describe
 from test_gguf_families import logits, their_model
 
-# the command line in a process of its own: its exit code, what it said, and what that took
+# the command line in a process of its own: its exit code, what it said, and what that took of processor and memory
 RUN = """
 import json, sys, time
-start = time.monotonic()
+start = time.process_time()
 from kvprobe.cli.main import main
 try:
     main(sys.argv[1:])
 except SystemExit as end:
     code = end.code
-seconds = time.monotonic() - start
+seconds = time.process_time() - start
 # of this program alone: what resource gives begins with the memory of the process that started it
 (peak,) = [int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")]
 print(json.dumps({"code": code, "seconds": seconds, "mb": peak, "torch": "torch" in sys.modules}))
@@ -115,8 +115,10 @@ def test_the_types_and_their_blocks_are_those_of_the_gguf_package():
     for number, (name, block, n_bytes) in TYPES.items():
         assert GGMLQuantizationType(number).name == name
         assert GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (block, n_bytes)
-        row = gguf.dequantize(np.zeros((1, n_bytes), np.uint8), GGMLQuantizationType(number)) if block > 1 else None
-        assert row is None or row.shape == (1, block)
+    for number in (number for number, (_, block, _) in TYPES.items() if block > 1):
+        _, block, n_bytes = TYPES[number]
+        row = gguf.dequantize(np.zeros((1, n_bytes), np.uint8), GGMLQuantizationType(number))
+        assert row.shape == (1, block)
 
 
 @pytest.mark.parametrize(
@@ -554,8 +556,8 @@ def test_every_damaged_file_is_refused_in_one_line_or_measured_as_the_file_that_
     worst = {name: max(one[name] for one in took) for name in ("seconds", "mb")}
     print(f"{len(took)} refused by their header, {len(late)} by their conversion, {len(measured)} measured; {worst}")
     assert worst["mb"] < 300
-    # on an idle machine; others that work beside add to it
-    assert worst["seconds"] < 2
+    # of the processor, whoever works beside; what reads on where it should refuse takes minutes
+    assert worst["seconds"] < 5
 
 
 def converted(path, directory, monkeypatch):

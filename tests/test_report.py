@@ -18,6 +18,7 @@ from kvprobe.bench import machine
 from kvprobe.cli.main import main
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments import lowrank, sinks, window
+from kvprobe.files.whole import write_whole
 from kvprobe.report import page, report
 from kvprobe.report.page import Section, document
 from kvprobe.results.html import Column, plain, table
@@ -230,24 +231,24 @@ def test_a_place_where_nothing_can_be_made_is_refused_before_the_work(llama, tmp
 def test_a_kill_leaves_the_old_page(llama, tmp_path):
     out = tmp_path / "report.html"
     out.write_text("old")
-    command = [
-        sys.executable,
-        "-c",
-        "from kvprobe.cli.main import main; main()",
-        "report",
-        str(llama),
-        "--tokens",
-        "48",
-    ]
-    process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True)
-    for line in process.stderr:
-        if line.startswith("report: 1 of") or "attention" in line:
-            break
-    else:
-        pytest.fail("the report ended before it was killed")
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    # at the last moment: the page is on disk, and about to be put in place
+    code = f"""
+import os, signal
+from pathlib import Path
+from kvprobe.cli import main as cli
+from kvprobe.report import report
+report.SECTIONS = report.SECTIONS[:1]
+replace = Path.replace
+Path.replace = lambda path, to: os.kill(os.getpid(), 9) if str(to) == {str(out)!r} else replace(path, to)
+cli.main()
+"""
+    command = [sys.executable, "-c", code, "report", str(llama), "--tokens", "48", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert out.read_text() == "old"
+    # the next that is written there clears up
+    assert len(list(tmp_path.iterdir())) == 2
+    write_whole(out, b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 

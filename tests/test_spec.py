@@ -49,7 +49,7 @@ PUBLISHED = {
         {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
         | {"num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 500000.0, "vocab_size": 128256}
         | {"max_position_embeddings": 8192, "rope_scaling": None, "tie_word_embeddings": False},
-        {"kv_width": 1024, "group_size": 4, "rope_theta": 500000.0, "tied": False, "max_positions": 8192},
+        {"kv_width": 1024, "rope_theta": 500000.0, "tied": False, "max_positions": 8192},
     ),
     "mistral-7b-v0.1": (
         {"model_type": "mistral", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}

@@ -211,8 +211,7 @@ def test_without_sinks_absolute_and_cache_agree(family):
         for positions in ("absolute", "cache")
     }
     assert rows["absolute"][1]["loss"] == pytest.approx(rows["cache"][1]["loss"], abs=1e-6)
-    if any(window is None for window in Spec.from_config(model.config.to_dict()).windows):
-        assert rows["absolute"][2]["loss"] != pytest.approx(rows["cache"][2]["loss"], abs=1e-3)
+    assert rows["absolute"][2]["loss"] != pytest.approx(rows["cache"][2]["loss"], abs=1e-3)
 
 
 @torch.no_grad()

@@ -42,14 +42,6 @@ class Mass:
         """Share of each layer's heads with more than ``epsilon`` on token 0: ``[n_layers]`` (Gu et al., 2024)."""
         return (self.token0 > epsilon).double().mean(-1)
 
-    def head_rows(self, epsilon: float) -> list[Row]:
-        """One row a head: ``layer, head, mass, uniform, is_sink`` (mass above ``epsilon``)."""
-        return [
-            {"layer": layer, "head": head, "mass": mass, "uniform": uniform, "is_sink": mass > epsilon}
-            for layer, masses, uniform in zip(self.layers, self.token0.tolist(), self.uniform.tolist(), strict=True)
-            for head, mass in enumerate(masses)
-        ]
-
     def layer_rows(self, epsilon: float, windows: Sequence[int | None], input_ids: Tensor, tokenizer: Any) -> list[Row]:
         """One row a layer: ``layer, mass, uniform, sink_rate, top_position, top_token, top_mass, window, head_mass``.
 

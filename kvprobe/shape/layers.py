@@ -5,9 +5,6 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-# the order in which `kvprobe.shape.cache_bytes.describe` speaks of them
-KINDS = ("full", "sliding", "chunked", "compressed", "linear", "recurrent", "shared", "none")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:

@@ -85,7 +85,7 @@ class Spec:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each layer (`kvprobe.shape.layers.KINDS`)."""
+        """The kind of each layer (`kvprobe.shape.layers.Layer`)."""
         return tuple(layer.kind for layer in self.layers)
 
     @cached_property
@@ -113,11 +113,6 @@ class Spec:
     def joint_width(self) -> int:
         """Elements of one token's realized K and V together, in one layer."""
         return self.n_kv_heads * (self.head_dim + self.v_head_dim)
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head."""
-        return self.n_heads // self.n_kv_heads
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Spec":
