@@ -173,7 +173,8 @@ cli.main(["cache", {str(shape)!r}, "--format", "json", "--out", {str(out)!r}])
 def test_one_inside_code_that_is_made_of_a_string_is_the_commands_own_exit(shape, number, said):
     arguments = ["cache", str(shape)]
     code = f"""
-import os, runpy, sys
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from kvprobe.shape import spec
 spec.Spec.from_config = lambda *_: exec("os.kill(os.getpid(), {number})")
 sys.argv = ["kvprobe", *{arguments!r}]
