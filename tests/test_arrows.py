@@ -66,6 +66,14 @@ def test_what_is_imported_by_name_is_listed():
     assert found == BY_NAME
 
 
+def test_no_test_imports_another():
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if name.split(".")[-1].startswith(("test_", "conftest"))], path
+
+
 @pytest.mark.parametrize("module", ARITHMETIC)
 def test_arithmetic_imports_no_transformers(module):
     code = f"import sys, kvprobe.{module}; print('transformers' in sys.modules, 'kvprobe.cli' in sys.modules)"
