@@ -58,7 +58,11 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         files = manifest["files"]
         whole = [
-            (directory / name).stat().st_size == of["bytes"] and isinstance(of["sha256"], str)
+            (directory / name).stat().st_size == of["bytes"]
+            and isinstance(of["sha256"], str)
+            # of somebody else's manifest nothing is read that lies elsewhere or has no end
+            and Path(name).name == name
+            and (directory / name).is_file()
             for name, of in files.items()
         ]
     # whatever JSON a damaged entry holds, it concerns no other

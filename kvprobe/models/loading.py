@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError
 from kvprobe.files.jsonfile import read_object
-from kvprobe.files.store import home, read_manifest
+from kvprobe.files.store import MANIFEST, damage, home, read_manifest
 from kvprobe.models import arrivals, checkpoint_checks, headers, hub, pull
 from kvprobe.models.checkpoint_checks import quiet
 from kvprobe.progress import Progress, silent
@@ -93,6 +93,7 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     found = find(name, progress=progress)
     config, spec, tensors, method = _inspected(found)
+    _refuse_damaged(found, progress)
     import torch
 
     place = device_for(device)
@@ -138,6 +139,16 @@ def check(name: str, *, weights: bool = True) -> None:
         describe(path, text=weights)
     elif weights and path.is_dir():
         _inspected(find(name))
+
+
+def _refuse_damaged(found: Found, progress: Progress) -> None:
+    """Refuses files that are not what the manifest says from which the revision comes; a conversion is made anew."""
+    if found.source == "gguf" or read_manifest(found.directory) is None:
+        return
+    if (wrong := damage(found.directory, progress=progress)) is not None:
+        pulled = found.name in pull.CATALOGUE
+        hint = f"`kvprobe pull {found.name}` fetches it again" if pulled else f"remove its {MANIFEST} if that is meant"
+        raise KvprobeError(f"{found.name} is damaged: {wrong}; {hint}")
 
 
 def _inspected(found: Found) -> tuple[dict[str, Any], Spec, dict[str, headers.Tensor], str | None]:

@@ -199,8 +199,11 @@ def convert_once(gguf: Path, *, text: bool = True, progress: Progress = silent) 
         write_manifest(directory, about | {"made_with": _versions()}, progress=progress)
 
     manifest = read_manifest(target)
-    if manifest is not None and manifest.get("conversion") != CONVERSION:
-        (target / MANIFEST).unlink()  # made when less of a file was carried over: what is not whole is replaced
+    # made when less of a file was carried over, or damaged since: what is not whole is replaced
+    if manifest is not None and (
+        manifest.get("conversion") != CONVERSION or (text and damage(target, progress=progress))
+    ):
+        (target / MANIFEST).unlink()
     return publish(target, build, progress=progress)
 
 

@@ -419,6 +419,18 @@ def test_what_was_converted_when_less_was_carried_over_is_made_anew(small, conve
     assert conversions == ["small.gguf"] * 2
 
 
+def test_a_kept_conversion_with_one_flipped_bit_is_made_anew(small, conversions):
+    made = pull.convert_once(small)
+    (file,) = (path for path in made.iterdir() if path.name != "kvprobe.json")
+    before = file.read_bytes()
+    file.write_bytes(bytes([before[0] ^ 1]) + before[1:])
+    assert pull.convert_once(small, text=False) == made  # where only the configuration is read, as it is
+    assert conversions == ["small.gguf"]
+    assert pull.convert_once(small) == made
+    assert conversions == ["small.gguf"] * 2
+    assert file.read_bytes() == before
+
+
 @pytest.mark.slow
 def test_a_split_file_gives_the_bytes_of_the_whole_one(parts, small):
     made, whole = pull.convert_once(parts[1]), pull.convert_once(small)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.files.jsonfile import read_object
-from kvprobe.files.store import home
+from kvprobe.files.store import home, write_manifest
 from kvprobe.models import hub, loading
 from kvprobe.results.result import Result
 from kvprobe.shape.spec import Spec
@@ -299,6 +299,8 @@ ODD = [
     "[]",
     "5",
 ]
+# what lies elsewhere, and what has no end
+ODD += ['{"files":{"/dev/zero":{"bytes":0,"sha256":"0"}}}', '{"files":{"../tiny":{"bytes":0,"sha256":"0"}}}']
 ODD += ['{"files":{},"name":5}', '{"files":{},"name":null}', "null", '"files"', "", *DEEP]
 
 
@@ -322,6 +324,20 @@ def test_an_odd_manifest_breaks_neither_the_list_nor_an_unknown_name(manifest, o
 def test_an_odd_manifest_in_a_models_directory_is_no_fingerprint(manifest, llama, tiny_llama):
     (llama / "kvprobe.json").write_text(manifest)
     assert loading.revision_of(llama) == loading.revision_of(tiny_llama)
+
+
+def test_a_flipped_bit_under_a_manifest_is_refused_and_a_whole_directory_is_not(llama):
+    write_manifest(llama, {"name": "mine"})
+    assert loading.load(str(llama), device="cpu").revision.startswith("manifest:")
+    weights = llama / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(
+        KvprobeError, match=r"is damaged: model.safetensors has the SHA-256 .*; remove its kvprobe.json"
+    ):
+        loading.load(str(llama), device="cpu")
+    (llama / "kvprobe.json").unlink()
+    assert loading.load(str(llama), device="cpu").revision.startswith("sample:")
 
 
 def test_a_damaged_entry_of_the_hubs_cache_breaks_no_other(llama, tmp_path, monkeypatch, own_home):
