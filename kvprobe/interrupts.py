@@ -52,8 +52,15 @@ _seen: list[int] = []
 _has_work = False
 
 
+def _importing(frame: "FrameType | None") -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
+
+
 def _note(number: int, frame: "FrameType | None") -> None:
-    if _seen or not _has_work:
+    # nothing is half made while a library is imported, and one that is broken off there may abort the process
+    if _seen or not _has_work or _importing(frame):
         _leave(number)
     _seen.append(number)
     raise Interrupted

@@ -29,9 +29,11 @@ def home() -> Path:
     """
     if chosen := os.environ.get("KVPROBE_HOME"):
         try:
+            chosen.encode()
             return Path(chosen).expanduser()
-        except RuntimeError:
-            said = f"KVPROBE_HOME is {chosen!r}, of a user who has no home"
+        except (RuntimeError, UnicodeEncodeError) as error:
+            why = "of a user who has no home" if isinstance(error, RuntimeError) else "not UTF-8"
+            said = f"KVPROBE_HOME is {chosen!r}, {why}"
             raise KvprobeError(f"{said}: set it to a directory that can be written") from None
     import platformdirs
 
@@ -109,7 +111,7 @@ def locked(target: Path, *, progress: Progress = silent) -> Iterator[None]:
             break
         except filelock.Timeout:
             waited = int(time.monotonic() - start)
-            progress(f"waiting for another run that is fetching {target.name}", waited, None, "s")
+            progress(f"waiting for another run that makes {target.name}", waited, None, "s")
     try:
         yield
     finally:

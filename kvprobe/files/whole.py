@@ -23,7 +23,10 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep_temporaries(path.parent)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{_TEMPORARY}{os.getpid()}-")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{_TEMPORARY}{os.getpid()}-")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the user knows
     try:
         with os.fdopen(handle, "wb") as file:
             _is_ours(file)

@@ -177,6 +177,8 @@ def load_spec(name: str, *, progress: Progress = silent) -> Spec:
 def find(name: str, *, only_config: bool = False, progress: Progress = silent) -> Found:
     """What a name means, fetched from the hub where it must be; see `load`."""
     path = _path(name)
+    if not name:
+        raise KvprobeError(f"the name of the model is empty; {_here()}")
     if name in pull.CATALOGUE:
         if pull.CATALOGUE[name].kind != "model":
             raise KvprobeError(f"{name} is a tokenizer without weights; {_here()}")
@@ -191,6 +193,8 @@ def find(name: str, *, only_config: bool = False, progress: Progress = silent) -
             raise KvprobeError(f"there is no file {name}; {_here()}")
         return _found(pull.convert_once(path, text=not only_config, progress=progress), path.stem, "gguf")
     if name.startswith((".", "/", "~")) or (os.sep == "\\" and "\\" in name) or name.count("/") > 1:
+        if path.is_file():
+            raise KvprobeError(f"{name} is a file; of files only those that end in .gguf are models; {_here()}")
         raise KvprobeError(f"there is no directory {name}; {_here()}")
     try:
         directory = hub.fetch(name, only_config=only_config, progress=progress)
@@ -277,6 +281,12 @@ def _weights_there(directory: Path) -> list[Path]:
 
 
 def _found(directory: Path, name: str, source: str) -> Found:
+    try:
+        str(directory.resolve()).encode()
+    except UnicodeEncodeError:
+        raise KvprobeError(
+            f"the path of {name!r} is not UTF-8: rename it, for no library reads weights there"
+        ) from None
     if not (directory / "config.json").is_file():
         hub.refuse_adapter(name, directory)
         raise KvprobeError(f"{name} is no model: the directory has no config.json")

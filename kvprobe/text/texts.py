@@ -75,6 +75,8 @@ def read_text(name: str | None = None, *, n_bytes: int | None = None, progress: 
     Raises KvprobeError for what is missing, unreadable, binary, not UTF-8 (with the byte offset) or empty.
     """
     name = "bundled" if name is None else name
+    if not name:
+        raise KvprobeError(f"the name of the text is empty; a file, or one of {', '.join(TEXTS)}")
     if name in TEXTS:
         sha256, text, _ = _read(io.BytesIO(TEXTS[name](progress)), name)
         return Text(name, sha256, _between_markers(text) if name == "time-machine" else text)

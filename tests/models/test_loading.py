@@ -1,6 +1,7 @@
 """What a directory, a repository or a cache entry is not: an adapter, an encoder, a tokenizer that breaks down."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -382,3 +383,32 @@ def test_weights_of_which_some_are_missing_are_named(llama):
     assert loading.load(str(llama), device="cpu").spec.n_layers == 3
     (llama / "model-00002-of-00002.safetensors").unlink()
     assert "llama is not whole: model-00002-of-00002.safetensors is missing" in refusal(llama)
+
+
+# --- names that are no model's
+
+
+def test_a_name_that_cannot_be_a_model_says_why(own_home, tmp_path, tiny_llama, main, monkeypatch):
+    (tmp_path / "notes.txt").write_text("a text")
+    foreign = tmp_path / os.fsdecode(b"caf\xe9")
+    shutil.copytree(tiny_llama, foreign)
+    for name, why in {
+        "": "the name of the model is empty",
+        str(tmp_path / "notes.txt"): "is a file; of files only those that end in .gguf are models",
+        str(foreign): "is not UTF-8: rename it",
+    }.items():
+        done = main("sinks", name)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert why in done.stderr
+    done = main("sinks", tiny_llama, "--text", "")
+    assert done.stderr.startswith("kvprobe: the name of the text is empty; a file, or one of bundled")
+    monkeypatch.setenv("KVPROBE_HOME", str(foreign))
+    done = main("models")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "not UTF-8: set it to a directory" in done.stderr
+
+
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(main):
+    done = main("cache", "gpt2", "--out", "/proc/result.json")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("/proc/result.json")
