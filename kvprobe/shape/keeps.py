@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvprobe.shape.families import Family
-from kvprobe.shape.kinds import kinds_of, window_of
+from kvprobe.shape.kind_rules import window_of
+from kvprobe.shape.kinds import kinds_of
 from kvprobe.shape.layers import Layer
 from kvprobe.shape.reading import Reading
 from kvprobe.shape.states import STATES
