@@ -1,11 +1,15 @@
 """How does a table read on a page or in a notebook? Every text in it escaped."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape as escape_html
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvprobe.results.visible import shown, visible
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from markupsafe import Markup
 
 Row = dict[str, Any]
 
@@ -21,11 +25,6 @@ def plain(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return shown(value if isinstance(value, str) else _nested(value))
-
-
-def escape(text: str, *, quote: bool = True) -> str:
-    """Text for a page: nothing in it is read as HTML, and what cannot be seen is."""
-    return escape_html(visible(text), quote=quote)
 
 
 def _nested(value: Any) -> str:
@@ -51,26 +50,30 @@ class Column:
         return plain(None) if value is None else self.show(value)
 
 
-def table(columns: Sequence[Column], rows: Sequence[Row], foot: Row | None = None, caption: str = "") -> str:
+@functools.cache
+def template(name: str) -> "Template":
+    """A template of ``kvprobe/data``: of what is put into it nothing is read as HTML, and what cannot be seen is."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("kvprobe", "data"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: value if hasattr(value, "__html__") else visible(str(value)),
+    )
+    environment.filters["plain"] = plain
+    return environment.get_template(name)
+
+
+def table(columns: Sequence[Column], rows: Sequence[Row], foot: Row | None = None, caption: str = "") -> "Markup":
     """Rows as an HTML table, numbers to the right."""
-    words = {
+    words = [
         column.field
         for column in columns
         if all(row[column.field] is None or isinstance(row[column.field], str) for row in rows)
-    }
-
-    def line(row: Row, tag: str = "td") -> str:
-        cells = (
-            f"<{tag}{'' if column.field in words else ' class=n'}>{escape(column.cell(row))}</{tag}>"
-            for column in columns
-        )
-        return f"<tr>{''.join(cells)}</tr>"
-
-    head = "".join(
-        f"<th scope=col{'' if column.field in words else ' class=n'}>{escape(column.heading)}</th>"
-        for column in columns
-    )
-    return (
-        f"<table>{f'<caption>{escape(caption)}</caption>' if caption else ''}<thead><tr>{head}</tr></thead>"
-        f"<tbody>{''.join(map(line, rows))}</tbody>{f'<tfoot>{line(foot)}</tfoot>' if foot else ''}</table>"
-    )
+    ]
+    html: Markup = template("table.html").module.table(columns, rows, foot, caption, words)  # type: ignore[attr-defined]
+    return html

@@ -14,6 +14,7 @@ from kvprobe.results.textcells import from_cell, to_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 Row = dict[str, Any]
 
@@ -105,6 +106,15 @@ class Result:
         for path, text in zip(paths, (self.to_csv(), self.to_json()), strict=True):
             write_whole(path, text)
         return paths
+
+    @property
+    def frame(self) -> "DataFrame":
+        """The rows as a pandas frame, a column a field; ``attrs["run"]`` is the record."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self.rows)
+        frame.attrs["run"] = self.run
+        return frame
 
     def plot(self) -> "Figure":
         """The picture that belongs to the analysis; ValueError for one that has none."""

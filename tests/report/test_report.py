@@ -276,7 +276,7 @@ def test_the_command_takes_all_positions_of_a_short_model_and_says_where_the_pag
 def test_cells_are_escaped_and_what_cannot_be_seen_is_shown():
     text = table([Column("a", "<a>"), Column("n", "n")], [{"a": "<b>\n", "n": 1234}, {"a": None, "n": 0.12345}])
     assert "<th scope=col>&lt;a&gt;</th>" in text
-    assert "<td>&#x27;&lt;b&gt;\\n&#x27;</td><td class=n>1,234</td>" in text
+    assert "<td>&#39;&lt;b&gt;\\n&#39;</td><td class=n>1,234</td>" in text
     assert "<td>–</td><td class=n>0.1235</td>" in text
     assert plain({"a": [0.123456, None], "b": {"c": "<"}}) == "a: [0.1235, –], b: c: <"
     assert plain({}) == "–"

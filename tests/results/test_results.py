@@ -146,3 +146,12 @@ def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
     finally:
         os.close(reader)
     assert pipe.is_fifo()
+
+
+def test_the_frame_has_a_column_a_field_and_the_record_beside_it():
+    result = Result("sinks", [{"layer": 0, "mass": 0.25}, {"layer": 1, "mass": None}], {"model": "tiny"})
+    frame = result.frame
+    assert [*frame.columns] == ["layer", "mass"]
+    assert frame["mass"].isna().tolist() == [False, True]
+    assert frame["layer"].sum() == 1
+    assert frame.attrs == {"run": {"model": "tiny"}}
