@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvprobe.models.loading import Loaded
     from kvprobe.models.subject import Subject
     from kvprobe.results.result import Result
+    from kvprobe.text.texts import Text
 
 __version__ = "0.1.0"
 __all__ = ["Result", "attending", "capture", "load", "prepare", "token0_mass"]
@@ -42,9 +43,12 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
 
 
 def prepare(
-    model: str,
+    model: Any,
     *,
-    text: str = "bundled",
+    tokenizer: Any = None,
+    text: "str | Text" = "bundled",
+    string: str | None = None,
+    ids: Any = None,
     tokens: int | None = 1024,
     bos: Literal["auto", "add", "drop"] = "auto",
     dtype: str = "float32",
@@ -54,6 +58,7 @@ def prepare(
 ) -> "Subject":
     """A model with the passage that it will read, which is what every experiment takes.
 
+    The model is a name, or one in memory with its tokenizer; it reads a text by name or file, a ``string``, or ``ids``.
     See :func:`kvprobe.models.subject.prepare` for what is checked.
 
     >>> import kvprobe
@@ -67,7 +72,10 @@ def prepare(
 
     return subject.prepare(
         model,
+        tokenizer=tokenizer,
         text=text,
+        string=string,
+        ids=ids,
         tokens=tokens,
         bos=bos,
         dtype=dtype,

@@ -40,7 +40,7 @@ class Found:
     """Of the hub: the commit. Otherwise ``manifest:`` or ``sample:`` and 16 hexadecimal digits, see `revision_of`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Loaded:
     """A model ready for inference: in eval mode, without gradients, on its device."""
 
@@ -54,6 +54,10 @@ class Loaded:
     device: str
     code: str | None = None
     """Whose code is run, where the repository brings its own."""
+
+    def __repr__(self) -> str:
+        """As in ``Loaded(smollm2-135m, float32 on cpu)``."""
+        return f"Loaded({self.name}, {self.dtype} on {self.device})"
 
     def record(self) -> dict[str, Any]:
         """What a run record says of the model and where it runs: names and fingerprints, never a path."""

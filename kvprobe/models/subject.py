@@ -1,5 +1,6 @@
 """What is looked at? A model and a passage, loaded, checked against each other and ready for an analysis."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,19 +8,24 @@ from torch import Tensor
 
 from kvprobe.errors import KvprobeError
 from kvprobe.models import loading
+from kvprobe.models.in_memory import from_memory
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.text import passages
 from kvprobe.text.passages import Bos, Passage, Text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Subject:
     """A loaded model with the passage it will read, and the text the passage was cut from."""
 
     loaded: Loaded
     text: Text
     passage: Passage
+
+    def __repr__(self) -> str:
+        """As in ``Subject(smollm2-135m: 1,024 tokens of bundled)``."""
+        return f"Subject({self.loaded.name}: {self.passage.n_tokens:,} tokens of {self.passage.name})"
 
     @property
     def model(self) -> Any:
@@ -37,9 +43,12 @@ class Subject:
 
 
 def prepare(
-    model: str,
+    model: Any,
     *,
-    text: str = "bundled",
+    tokenizer: Any = None,
+    text: str | Text = "bundled",
+    string: str | None = None,
+    ids: Any = None,
     tokens: int | None = 1024,
     bos: Bos = "auto",
     dtype: str = "float32",
@@ -47,18 +56,43 @@ def prepare(
     unlimited: bool = False,
     progress: Progress = silent,
 ) -> Subject:
-    """Load ``model`` and cut a passage of ``tokens`` ids, BOS included, from ``text``; None takes all of the text.
+    """A model and the passage that it will read: ``tokens`` ids, BOS included, of ``text``; None takes all of the text.
+
+    ``model`` is a name (:func:`kvprobe.models.loading.load`), a model that was loaded so, or a Hugging Face model in
+    memory, with its ``tokenizer``; ``dtype`` and ``device`` are for a name alone. ``text`` is a name or a file
+    (:func:`kvprobe.text.texts.read_text`). In its place a ``string`` or ``ids`` (``[n_tokens]``, whole numbers) are
+    taken whole, whatever ``tokens`` is; of ids the tokenizer only says which are BOS.
 
     Raises KvprobeError for a text or model that cannot be had, a text too short, and a passage longer than the
-    model's positions, unless ``unlimited``: for passes that never use a position beyond the model's.
+    model's positions, unless ``unlimited``: for passes that never use a position beyond the model's. ValueError for
+    settings that exclude each other.
     """
     if tokens is not None and tokens < 2:
         raise ValueError(f"tokens must be at least 2, got {tokens}")
+    if (string is not None) + (ids is not None) + (text != "bundled") > 1:
+        raise ValueError("text, string and ids exclude each other: give one of them")
+    if not isinstance(model, str) and (dtype, device) != ("float32", "auto"):
+        raise ValueError("dtype and device are the model's own where it is in memory: leave them out")
     # the text first: a wrong file name should not wait for a model to load
-    read = passages.read_text(text, n_bytes=None if tokens is None else passages.enough(tokens), progress=progress)
-    loaded = loading.load(model, dtype=dtype, device=None if device == "auto" else device, progress=progress)
+    if string is not None:
+        read, tokens = Text("string", hashlib.sha256(string.encode()).hexdigest(), string), None
+    elif ids is not None:
+        read = Text("ids", "", "")
+    elif isinstance(text, Text):
+        read = text
+    else:
+        read = passages.read_text(text, n_bytes=None if tokens is None else passages.enough(tokens), progress=progress)
+    if isinstance(model, str):
+        loaded = loading.load(model, dtype=dtype, device=None if device == "auto" else device, progress=progress)
+    else:
+        loaded = model if isinstance(model, Loaded) else from_memory(model, tokenizer)
     whole = None
-    if tokens is None:
+    if ids is not None:
+        whole = passages.of_ids(loaded.tokenizer, ids)
+        tokens = whole.n_tokens
+    elif loaded.tokenizer is None:
+        raise ValueError(f"{loaded.name} has no tokenizer to read a text with: give tokenizer=… or ids=…")
+    elif tokens is None:
         progress(f"tokenising {read.name}", 0, None)
         whole = passages.whole(loaded.tokenizer, read, bos=bos)
         tokens = whole.n_tokens
@@ -67,6 +101,10 @@ def prepare(
         raise KvprobeError(f"{loaded.name} has {limit:,} positions, fewer than {tokens:,} tokens: use --tokens {limit}")
     passage = whole or passages.encode(loaded.tokenizer, read, n_tokens=tokens, bos=bos)
     if (highest := int(passage.ids.max())) >= loaded.spec.vocab_size:
+        if ids is not None:
+            raise KvprobeError(
+                f"{highest:,} is not an id of {loaded.name}, which has {loaded.spec.vocab_size:,} tokens"
+            )
         raise KvprobeError(
             f"the tokenizer of {loaded.name} gives the id {highest:,}, and the model has {loaded.spec.vocab_size:,} "
             "tokens: they do not belong together"

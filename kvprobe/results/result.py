@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvprobe.errors import KvprobeError
 from kvprobe.files.whole import write_whole
 from kvprobe.results.textcells import from_cell, to_cell
 
@@ -22,7 +23,7 @@ Row = dict[str, Any]
 SHOWN_ROWS = 60
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """One analysis: ``rows``, one an observation, all with the same fields, and ``run``, how they came about.
 
@@ -48,6 +49,11 @@ class Result:
             if row.keys() != self.rows[0].keys():
                 odd = sorted(row.keys() ^ self.rows[0].keys())
                 raise ValueError(f"{self.analysis}: rows differ in their fields: {', '.join(odd)}")
+
+    def __repr__(self) -> str:
+        """As in ``Result(sinks of smollm2-135m, 30 rows)``."""
+        of = f" of {self.run['model']}" if "model" in self.run else ""
+        return f"Result({self.analysis}{of}, {len(self.rows):,} row{'s' * (len(self.rows) > 1)})"
 
     def to_json(self) -> str:
         """One JSON document; a number that is not finite is refused (ValueError), since JSON has none."""
@@ -98,6 +104,20 @@ class Result:
         if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and isinstance(run, dict)):
             raise ValueError("its rows are no list of objects, or its run is none")
         return cls(analysis, rows, run)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Result":
+        """The result that :meth:`save`, or ``--out`` with ``--format json``, wrote: ``STEM`` or ``STEM.json``.
+
+        Raises KvprobeError for a file that cannot be read or holds anything else.
+        """
+        path = Path(path)
+        path = path if path.suffix == ".json" else path.with_name(path.name + ".json")
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, KeyError, ValueError) as error:
+            why = f"no {error} in it" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
+            raise KvprobeError(f"{path} is not a result ({why})") from error
 
     def save(self, stem: str | Path) -> tuple[Path, Path]:
         """Write ``STEM.csv`` and ``STEM.json``; each is there whole or not at all. Returns both paths."""

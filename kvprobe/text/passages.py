@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Passage:
     """Token ids cut from a text.
 
@@ -58,6 +58,10 @@ class Passage:
     n_added: int
     offset: int = 0
     cut: Cut | None = None
+
+    def __repr__(self) -> str:
+        """As in ``Passage(bundled, 1,024 tokens)``."""
+        return f"Passage({self.name}, {self.n_tokens:,} tokens)"
 
     @property
     def n_tokens(self) -> int:
@@ -189,6 +193,21 @@ def whole(tokenizer: Tokenizer, text: Text, *, bos: Bos = "auto") -> Passage:
     # as one piece: a tokenizer that puts a space before the text would put one before every piece
     content = _ids(tokenizer, text.text)
     return _passage(text, front_of(content, front_ids(tokenizer, bos), known), content, bos=bos, marks=known)
+
+
+def of_ids(tokenizer: Tokenizer | None, ids: Any) -> Passage:
+    """Ids as they are given, ``[n_tokens]``: at least two whole numbers from 0 on, else ValueError.
+
+    The tokenizer says which of them are marks; without one none is.
+    """
+    given = torch.as_tensor(ids)
+    if given.ndim != 1 or len(given) < 2 or given.is_floating_point() or given.dtype == torch.bool or given.min() < 0:
+        raise ValueError(
+            f"ids must be a list of at least 2 whole numbers from 0 on, got {[*given.shape]} {given.dtype}"
+        )
+    known = frozenset() if tokenizer is None else marks(tokenizer)
+    kept = given.to("cpu", torch.long, copy=True)
+    return Passage(name="ids", sha256="", ids=kept, bos="auto", marks=known, n_added=0)
 
 
 def _passage(text: Text, added: list[int], content: list[int], **about: Any) -> Passage:

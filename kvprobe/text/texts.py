@@ -49,7 +49,7 @@ class Cut:
         return {} if self.hashed_whole else {"text_cut": {"n_read": self.n_read, "n_bytes": self.n_bytes}}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Text:
     """A text and its fingerprint: ``sha256`` is of the raw bytes, ``name`` never holds a path.
 
@@ -60,6 +60,10 @@ class Text:
     sha256: str
     text: str
     cut: Cut | None = None
+
+    def __repr__(self) -> str:
+        """As in ``Text(bundled, 31,246 characters)``."""
+        return f"Text({self.name}, {len(self.text):,} characters)"
 
 
 def read_text(name: str | None = None, *, n_bytes: int | None = None, progress: Progress = silent) -> Text:

@@ -1,0 +1,65 @@
+"""How is a model read that is in memory already, fine-tuned, merged or made by hand?"""
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.models import arrivals, checkpoint_checks
+from kvprobe.models.loading import Loaded
+from kvprobe.shape.cache_bytes import DTYPE_BYTES
+
+_SAMPLED = 64
+
+
+def from_memory(model: Any, tokenizer: Any = None, *, name: str | None = None) -> Loaded:
+    """What `kvprobe.models.loading.load` gives, of a Hugging Face causal model in memory, which stays as it is.
+
+    ``name`` defaults to the last part of the name that the model was loaded by, else to its class. The revision is
+    ``memory:`` and 16 hexadecimal digits over the shape and some elements of every parameter: it tells weights apart,
+    it does not prove them equal. Raises KvprobeError for a model in training mode, on no or several devices, or with
+    weights that are not finite; UnsupportedModelError for a family or weights of a kind that is refused.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise UnsupportedModelError(f"{type(model).__name__} has no config: give a Hugging Face causal model")
+    name = name or Path(str(getattr(config, "_name_or_path", ""))).name or type(model).__name__
+    if model.training:
+        raise KvprobeError(f"{name} is in training mode, where dropout draws at random: call model.eval() first")
+    settings = config.to_dict()
+    checkpoint_checks.refuse_foreign(name, settings)
+    spec = checkpoint_checks.read_spec(name, settings)
+    arrivals.refuse_undequantised(name, model)
+    parameters = dict(model.named_parameters())
+    devices = sorted({str(parameter.device) for parameter in parameters.values()})
+    if len(devices) != 1 or devices == ["meta"]:
+        raise KvprobeError(f"{name} is on {', '.join(devices) or 'no device'}: move it to one device first")
+    sizes: Counter[str] = Counter()
+    for parameter in parameters.values():
+        sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    dtype = max(sizes, key=lambda each: sizes[each])
+    if dtype not in DTYPE_BYTES:
+        raise UnsupportedModelError(f"{name} holds {dtype} weights; {', '.join(DTYPE_BYTES)} are read")
+    checkpoint_checks.refuse_broken(name, model)
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        spec=spec,
+        name=name,
+        source="memory",
+        revision=f"memory:{_digest(parameters)[:16]}",
+        dtype=dtype,
+        device=devices[0],
+    )
+
+
+def _digest(parameters: dict[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for path, parameter in parameters.items():
+        digest.update(f"{path} {[*parameter.shape]} {parameter.dtype}".encode())
+        flat = parameter.detach().flatten()
+        # spread over the whole tensor: fine-tuning changes nearly all of it
+        some = flat[:: max(1, len(flat) // _SAMPLED)][:_SAMPLED]
+        digest.update(some.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
