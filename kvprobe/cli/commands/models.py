@@ -7,21 +7,43 @@ import click
 from kvprobe.cli.main import output_options
 
 
-@click.command("models", short_help="List what can be loaded here.")
-def command(**options: Any) -> None:
-    """List what can be loaded here without a network, and what can be pulled.
+@click.command("models", short_help="List what can be loaded here, or remove it.")
+@click.option(
+    "--remove", metavar="NAME", help="Remove a pulled model, or the conversion of a GGUF file: NAME as listed."
+)
+def command(remove: str | None, **options: Any) -> None:
+    """List what can be loaded here without a network, with the room that it takes.
 
     Besides these, MODEL may be any local directory of a Hugging Face causal model with safetensors, a GGUF file, or
-    a hub id such as gpt2.
+    a hub id such as gpt2. A GGUF file is converted at its first use; the conversion is kept and listed by its name.
+
+    \b
+    Examples:
+      kvprobe models
+      kvprobe models --format json
+      kvprobe models --remove smollm2-135m      kvprobe pull smollm2-135m fetches it again
     """
-    from kvprobe.cli.console import emit
+    from kvprobe.cli.console import emit, notice, progress_bar
     from kvprobe.models import loading
+    from kvprobe.models.removal import remove as remove_model
     from kvprobe.results.record import run_record
     from kvprobe.results.result import Result
+    from kvprobe.shape.cache_bytes import Amount
 
-    result = Result("models", loading.available(), run_record())
+    if remove is not None:
+        with progress_bar(options["quiet"]) as progress:
+            freed = remove_model(remove, progress=progress)
+        notice(f"removed {remove}: {Amount(freed)} set free", quiet=options["quiet"])
+        return
+    rows = loading.available()
+    here = [row for row in rows if row["state"] != "not pulled"]
+    offered = [row["name"] for row in rows if row["state"] == "not pulled"]
+    if offered:
+        notice(f"`kvprobe pull NAME` fetches {' or '.join(offered)}", quiet=options["quiet"])
+    if not here:
+        return
     emit(
-        result,
+        Result("models", here, run_record()),
         format_=options["format_"],
         out=options["out"],
         columns=("name", "state", "bytes", "licence", "what"),
