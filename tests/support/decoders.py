@@ -4,8 +4,9 @@ import torch
 from hypothesis import strategies as st
 
 from kvprobe.decoder.model import Decoder, DecoderConfig, Rotary
+from kvprobe.decoder.weights import FAMILIES as OURS
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+FAMILIES = tuple(OURS)
 
 
 # settings that change what is computed, one at a time

@@ -7,23 +7,11 @@ from typing import Any
 
 import torch
 
-VOCAB = 97
-N_LAYERS = 3
-WINDOW = 8
+from kvprobe.decoder.families.family import N_LAYERS, VOCAB, WINDOW
+from kvprobe.decoder.families.llama import TINY
+from kvprobe.decoder.weights import FAMILIES as OURS
 
-_HALVES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": N_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_HALVES = TINY
 _MHA: dict[str, Any] = {k: v for k, v in _HALVES.items() if k not in ("num_key_value_heads", "head_dim")}
 _MLA: dict[str, Any] = _MHA | {
     "num_key_value_heads": 4,
@@ -56,27 +44,12 @@ _LOCAL: dict[str, Any] = {
 }
 
 # family -> (configuration class, model class, what it is built from)
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256}
-        | {"bos_token_id": 1, "eos_token_id": 2},
-    ),
-    "llama": ("LlamaConfig", "LlamaForCausalLM", _HALVES),
-    "mistral": ("MistralConfig", "MistralForCausalLM", _HALVES | {"sliding_window": WINDOW}),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {k: v for k, v in _HALVES.items() if k != "head_dim"}),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _HALVES | {"head_dim": 12}),
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {name: family.tiny for name, family in OURS.items()} | {
     "gemma2": (
         "Gemma2Config",
         "Gemma2ForCausalLM",
         # a low cap, so that dropping it changes the weights
         _HALVES | _LOCAL | {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
-    ),
-    "gemma3_text": (
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        _HALVES | _LOCAL | {"head_dim": 12, "query_pre_attn_scalar": 10},
     ),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _MHA | {"rotary_pct": 0.5}),
     "opt": ("OPTConfig", "OPTForCausalLM", _MHA | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
