@@ -31,7 +31,7 @@ from analyses.timing import in_ms
 from kvprobe.bench.busy import Watch, cores
 from kvprobe.bench.machine import BUFFER_BYTES, readers
 from kvprobe.bench.roofline import Shape
-from kvprobe.decoder import engine
+from kvprobe.decoder.engine import Engine
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import sha256
@@ -117,13 +117,11 @@ def _ways(
     for way, kind in kinds.items():
         cache = decoder.full_cache(ids.shape[1] + n_new)
         started = time.perf_counter()
-        reader, step = (
-            engines.reader(decoder, cache, ids.shape[1], kind=kind),
-            engines.stepper(decoder, cache, kind=kind),
-        )
+        engine = engines.engine(decoder, cache, kind)
+        engine.ready(ids.shape[1])
         used["start_up_s"][way] = round(time.perf_counter() - started, 3)
-        used["readers"][way], used["steps"][way] = reader.name, step.name
-        ways[way] = partial(_ours, decoder, ids, n_new, cache, reader, step)
+        used["readers"][way], used["steps"][way] = engine.reads(ids.shape[1]), engine.name
+        ways[way] = partial(_ours, decoder, ids, n_new, engine)
     if gguf is not None:
         ways["llama.cpp"] = _llama_cpp(gguf, ids, n_new)
     return ways, used
@@ -162,10 +160,8 @@ def _hugging_face(model: Any, ids: Tensor, n_new: int, *, static: bool = False, 
     return [after - before for before, after in pairwise(stamps)]
 
 
-def _ours(
-    decoder: Decoder, ids: Tensor, n_new: int, cache: Any, reader: engine.Reader, step: engine.Stepper
-) -> list[float]:
-    steps = stream(decoder, ids.tolist(), max_new_tokens=n_new, cache=cache, reader=reader, stepper=step)
+def _ours(decoder: Decoder, ids: Tensor, n_new: int, engine: Engine) -> list[float]:
+    steps = stream(decoder, ids.tolist(), max_new_tokens=n_new, engine=engine)
     return [each.ms / 1000 for each in steps]
 
 

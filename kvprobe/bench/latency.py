@@ -5,7 +5,6 @@ cache; ``naive`` is a token without a cache, the whole context read again; ``end
 tokens, as a user waits for them. Drawing the token from the logits is in the last ones alone.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +17,9 @@ from kvprobe.bench.busy import Watch
 from kvprobe.bench.machine import Clock, Timing, device_clock, timed
 from kvprobe.bench.roofline import Ceilings, Shape, Work, total
 from kvprobe.caches.kv_cache import KVCache
-from kvprobe.decoder import engine
+from kvprobe.decoder.engine import Engine, reread
 from kvprobe.decoder.model import Decoder
 from kvprobe.generation import engines
-from kvprobe.generation.generate import prefill
 from kvprobe.memory import check_memory
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
@@ -77,14 +75,14 @@ class Observation:
 class Bench:
     """How to time a decoder.
 
-    At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``compiled`` reads
-    prompts and decodes the fastest way there is (:mod:`kvprobe.generation.engines`), otherwise by the decoder as it
-    stands. What the first of each kind took is in ``start_ups``, notes on why a step is not the fastest in ``notes``,
-    what else ran in ``watch``: all fill as rows are timed.
+    At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``engine`` is the kind
+    that reads prompts and decodes (:mod:`kvprobe.generation.engines`). What making the first of each kind ready took is
+    in ``start_ups``, notes on why it is not the compiled one in ``notes``, what else ran in ``watch``: all fill as rows
+    are timed.
     """
 
     decoder: Decoder
-    compiled: bool = True
+    engine: engines.Kind = "auto"
     repeats: int = 20
     seconds: float = 3.0
     seed: int = 0
@@ -147,14 +145,15 @@ class Bench:
                     works=(shape.prefill(context, batch=batch),),
                 )
                 if "naive" in mine:
-                    timing = self._time("naive", context, batch, partial(self._naive, ids))
+                    timing = self._time("naive", context, batch, partial(reread, self.decoder, ids))
                     yield whole(phase="naive", n_tokens=batch, timing=timing, step="torch")
                 if "prefill" in mine:
                     cache.reset()
-                    reader = self._reader(cache, context)
-                    read = partial(prefill, self.decoder, ids, cache, reader=reader)
-                    timing = self._time("prefill", context, batch, read, prepare=cache.reset)
-                    yield whole(phase="prefill", n_tokens=batch * context, timing=timing, step=reader.name)
+                    engine = self._engine(cache)
+                    by = engine.reads(context)
+                    timing = self._time("prefill", context, batch, partial(engine.prefill, ids), prepare=cache.reset)
+                    self._note(engine)
+                    yield whole(phase="prefill", n_tokens=batch * context, timing=timing, step=by)
                 if "cached" in mine:
                     self._fill(cache, ids)
                     yield self._cached(cache, ids[:, -1], context, shape)
@@ -165,13 +164,15 @@ class Bench:
             cache.length = context - 1
 
         rewind()
-        step = self._stepper(cache, token)
-        timing = self._time("cached", context, cache.batch, lambda: step.step(token), prepare=rewind, warm_up=2)
+        engine = self._engine(cache)
+        self._first_step(engine, token[:, None])
+        decode = partial(engine.decode, token[:, None])
+        timing = self._time("cached", context, cache.batch, decode, prepare=rewind, warm_up=2)
         return Observation(
             phase="cached",
             context=context,
             batch=cache.batch,
-            step=step.name,
+            step=engine.name,
             n_tokens=cache.batch,
             timing=timing,
             works=(shape.decode(context, batch=cache.batch),),
@@ -182,19 +183,21 @@ class Bench:
         ids = self._ids(1, n_prompt + n_new)
         whole = partial(Observation, context=n_prompt, batch=1, n_tokens=n_new)
         cache = self.decoder.full_cache(n_prompt + n_new - 1, bound_local=True)
-        step = self._stepper(cache, ids[:, 0])
+        engine = self._engine(cache)
+        self._first_step(engine, ids[:, :1])
         cache.reset()
-        reader = self._reader(cache, n_prompt)
+        engine.ready(n_prompt)
+        self._note(engine)
         with self.watch.span():
             started = clock()
-            token = prefill(self.decoder, ids[:, :n_prompt], cache, reader=reader).argmax(-1)
+            token = engine.prefill(ids[:, :n_prompt]).argmax(-1, keepdim=True)
             for done in range(1, n_new):
                 self.progress("end to end, cached", done, n_new, "tokens")
-                token = step.step(token).argmax(-1)
+                token = engine.decode(token)[:, 0].argmax(-1, keepdim=True)
             taken = clock() - started
         works = (shape.prefill(n_prompt), *(shape.decode(n_prompt + i) for i in range(1, n_new)))
         timing = Timing((taken,))
-        yield whole(phase="end_to_end_cached", step=step.name, timing=timing, works=works)
+        yield whole(phase="end_to_end_cached", step=engine.name, timing=timing, works=works)
         taken = 0.0
         for done in range(samples):
             self.progress("end to end, naive", done, samples, "tokens")
@@ -202,30 +205,29 @@ class Bench:
             length = n_prompt + (done * n_new) // samples
             with self.watch.span():
                 started = clock()
-                self._naive(ids[:, :length]).argmax(-1)
+                reread(self.decoder, ids[:, :length]).argmax(-1)
                 taken += clock() - started
         self.progress("end to end, naive", samples, samples, "tokens")
         works = tuple(shape.prefill(n_prompt + i) for i in range(n_new))
         timing = Timing((taken * n_new / samples,))
         yield whole(phase="end_to_end_naive", step="torch", timing=timing, works=works)
 
-    def _reader(self, cache: KVCache, n_tokens: int) -> engine.Reader:
-        """The way to read prompts; what making it ready took is start-up where it is the first of its kind."""
-        started = time.perf_counter()
-        reader = engines.reader(self.decoder, cache, n_tokens, kind="auto" if self.compiled else "torch")
-        if reader.name != "torch":
-            self.start_ups.setdefault(f"{reader.name} reader", time.perf_counter() - started)
-        return reader
+    def _engine(self, cache: KVCache) -> Engine:
+        engine = engines.engine(self.decoder, cache, self.engine)
+        if engine.note is not None and engine.note not in self.notes:
+            self.notes.append(engine.note)
+        return engine
 
-    def _stepper(self, cache: KVCache, token: Tensor) -> engine.Stepper:
-        """A step on ``cache``, after its first run; what both took is start-up where it is the first of its kind."""
-        step = engines.stepper(self.decoder, cache, kind="auto" if self.compiled else "torch")
+    def _first_step(self, engine: Engine, token: Tensor) -> None:
+        """The first step; what it and making ready took is start-up where it is the first of its kind."""
         started = self._clock()
-        step.step(token)
-        self.start_ups.setdefault(f"{step.name} step", step.start_up_s + self._clock() - started)
-        if step.note is not None and self.compiled and step.note not in self.notes:
-            self.notes.append(step.note)
-        return step
+        engine.decode(token)
+        self.start_ups.setdefault(f"{engine.name} step", self._clock() - started)
+        self._note(engine)
+
+    def _note(self, engine: Engine) -> None:
+        for what, seconds in engine.start_up_s.items():
+            self.start_ups.setdefault(what, seconds)
 
     def _time(self, phase: str, context: int, batch: int, run: Callable[[], object], **settings: Any) -> Timing:
         what = f"{phase}, {context:,} tokens" + (f", batch {batch:,}" if batch > 1 else "")
@@ -246,10 +248,6 @@ class Bench:
     def _clock(self) -> Clock:
         return self.clock or device_clock(self.decoder.embedding.weight.device)
 
-    @torch.no_grad()
-    def _naive(self, ids: Tensor) -> Tensor:
-        return self.decoder.logits(self.decoder.body(ids)[:, -1])
-
     def _ids(self, batch: int, length: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(self.decoder.config.vocab, (batch, length), generator=generator)
@@ -260,7 +258,7 @@ class Bench:
         if cache.length == ids.shape[1]:
             return
         one = cache if cache.batch == 1 else self.decoder.full_cache(ids.shape[1], bound_local=True)
-        prefill(self.decoder, ids[:1], one, reader=self._reader(one, ids.shape[1]))
+        self._engine(one).prefill(ids[:1])
         for mine, its in zip([*cache.keys, *cache.values], [*one.keys, *one.values], strict=True):
             if mine is not its:
                 mine.copy_(its.expand_as(mine))

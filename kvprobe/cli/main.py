@@ -230,6 +230,18 @@ def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "L
     return loading.load(model, dtype=options["dtype"], device=device, progress=progress)
 
 
+def engine_option(command: Command) -> Command:
+    """Add ``--engine``."""
+    return click.option(
+        "--engine",
+        type=click.Choice(["auto", "numba", "torch"]),
+        default="auto",
+        show_default=True,
+        help="What reads prompts and decodes: compiled code (numba), the readable decoder (torch), or by rule "
+        "compiled code where it knows the CPU, the model and the cache.",
+    )(command)
+
+
 def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **more: Any) -> "Subject":
     """The model and passage of a command with the ``common`` and ``passage_options``.
 

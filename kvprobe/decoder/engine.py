@@ -1,5 +1,6 @@
-"""How is a decoder run on a cache? The protocol of reading and of decoding, and the readable decoder as it stands."""
+"""How is a decoder run on a cache? The protocol of an engine, and the one that is the readable decoder itself."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -9,86 +10,118 @@ from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.caches.kv_cache import KVCache
-from kvprobe.decoder import linear
+from kvprobe.decoder.linear import widening
 from kvprobe.decoder.model import Attend, Decoder
 
 
-class Stepper(Protocol):
-    """A decode step bound to one decoder and one cache.
+class Engine(Protocol):
+    """What reads prompts and decodes, bound to one decoder and one cache.
 
-    ``name`` is "numba" or "torch"; ``note`` says why it is not the fastest, or None; ``start_up_s`` the seconds that
-    making it ready took, compilation included.
+    ``name`` is "torch" or "numba"; ``note`` says why it is not the compiled one, or None. ``start_up_s`` are the
+    seconds that making ready took, compilation included, by what was made: "numba step", "numba reader".
     """
 
     name: str
     note: str | None
-    start_up_s: float
+    start_up_s: dict[str, float]
+    cache: KVCache
 
-    def step(self, token: Tensor) -> Tensor:
-        """Feed one token a row, ``[batch]``, after what the cache holds; the next logits, ``[batch, vocab]``.
+    def reads(self, n_tokens: int) -> str:
+        """What would read ``n_tokens`` more tokens a row: "torch" or "numba". By a rule, which measures nothing."""
+        ...
 
-        Raises ValueError, before anything is written, where the cache or the model's positions do not suffice.
+    def ready(self, n_prompt: int = 0) -> None:
+        """Make ready now, and not at first use, for a prompt of ``n_prompt`` tokens a row and for decoding."""
+        ...
+
+    def prefill(self, ids: Tensor, *, pads: Tensor | None = None, chunk: int | None = None) -> Tensor:
+        """Feed a prompt ``[batch, length]`` after what the cache holds; the logits after it, ``[batch, vocab]``.
+
+        ``chunk`` is the most tokens at once (default: all, and a window's worth into a rolling cache, so that memory
+        does not grow with the prompt); the result is the same in any chunks. ``pads`` int ``[batch]`` is the left
+        padding of each row, of a cache that is still empty. Raises ValueError, before anything is written, where the
+        cache or the model's positions do not suffice.
+        """
+        ...
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Feed ``[batch, n]`` tokens after what the cache holds; the logits after each, ``[batch, n, vocab]``.
+
+        One token a row is a step; several verify a draft. Raises ValueError as `prefill`.
         """
         ...
 
 
-class TorchStep:
-    """The decoder as it stands, for any batch, device and ``attend``."""
+class TorchEngine:
+    """The decoder as it stands, for any batch, device, cache and ``attend``; logits in the weights' dtype."""
 
     name = "torch"
-    start_up_s = 0.0
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, *, attend: Attend = AttentionCall.attend, note: str | None = None
     ) -> None:
-        self.note = note
-        self._decoder, self._cache, self._attend = decoder, cache, attend
+        if cache.shape != decoder.config.cache_shape:
+            raise ValueError(f"the cache is of another model: {cache.shape}, not {decoder.config.cache_shape}")
+        self.note, self.start_up_s = note, dict[str, float]()
+        self.decoder, self.cache, self._attend = decoder, cache, attend
+
+    def reads(self, n_tokens: int) -> str:
+        """As :class:`Engine` says."""
+        return "torch"
+
+    def ready(self, n_prompt: int = 0) -> None:
+        """As :class:`Engine` says: there is nothing to make."""
 
     @torch.no_grad()
-    def step(self, token: Tensor) -> Tensor:
-        """As :class:`Stepper` says, in the weights' dtype."""
-        x = self._decoder.body(token[:, None], cache=self._cache, attend=self._attend)
-        return self._decoder.logits(x[:, -1])
-
-
-class Reader(Protocol):
-    """A way to read prompts bound to one decoder and one cache; ``name`` is "numba" or "torch"."""
-
-    name: str
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Feed ``ids`` ``[batch, n_tokens]`` after what the cache holds; the last token's ``[batch, hidden]``.
-
-        What :meth:`Decoder.body` gives of it. Raises ValueError, before anything is written, where the cache or the
-        model's positions do not suffice.
-        """
-        ...
-
-
-class TorchReader:
-    """The decoder as it stands, with the matrix product that is the fastest here."""
-
-    name = "torch"
-
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
-        self._decoder, self._cache = decoder, cache
+    def prefill(self, ids: Tensor, *, pads: Tensor | None = None, chunk: int | None = None) -> Tensor:
+        """As :class:`Engine` says."""
+        cache = self.cache
+        chunk = (cache.window or ids.shape[1]) if chunk is None else chunk
+        if chunk < 1:
+            raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+        if ids.shape[1] < 1:
+            raise ValueError("the prompt has no tokens: there is nothing to continue")
+        if pads is not None:
+            if cache.length:
+                raise ValueError(f"padding comes first, but the cache already holds {cache.length} tokens")
+            cache.pads = pads
+        cache.check(*ids.shape)
+        if cache.pads is not None and int(cache.pads.max()) >= cache.length + ids.shape[1]:
+            raise ValueError(f"a row is nothing but padding: {cache.pads.tolist()} of {ids.shape[1]} tokens")
+        for part in ids.split(chunk, dim=1):
+            x = self._read(part)
+        return self.decoder.logits(x)
 
     @torch.no_grad()
-    def read(self, ids: Tensor) -> Tensor:
-        """As :class:`Reader` says."""
-        with linear.fastest(self._decoder, ids.shape[1]):
-            return self._decoder.body(ids, cache=self._cache)[:, -1]
+    def decode(self, tokens: Tensor) -> Tensor:
+        """As :class:`Engine` says."""
+        x = self.decoder.body(tokens, cache=self.cache, attend=self._attend)
+        if tokens.shape[1] == 1:
+            # the product of a matrix and one vector a row, as it has always been rounded
+            return self.decoder.logits(x[:, -1])[:, None]
+        return self.decoder.logits(x)
+
+    def _read(self, ids: Tensor) -> Tensor:
+        """What :meth:`Decoder.body` gives of the last of ``ids``: ``[batch, hidden]``."""
+        with widening(self.decoder, ids.shape[1]):
+            return self.decoder.body(ids, cache=self.cache, attend=self._attend)[:, -1]
+
+
+@torch.no_grad()
+def reread(decoder: Decoder, ids: Tensor, pads: Tensor | None = None) -> Tensor:
+    """The logits after ``ids`` ``[batch, length]`` without a cache, everything read again: ``[batch, vocab]``."""
+    return decoder.logits(decoder.body(ids, pads=pads)[:, -1])
 
 
 @contextmanager
-def one_thread(step: Stepper | Reader | None) -> Iterator[None]:
-    """Inside, torch works on one thread if ``step`` has threads of its own.
+def one_thread(active: bool = True) -> Iterator[None]:
+    """Inside, torch works on one thread if ``active``: compiled code has threads of its own.
 
     Two pools on the same cores take turns at them: the few small operations between two compiled steps would cost
     more than the steps.
     """
     n_threads = torch.get_num_threads()
-    if step is None or step.name == "torch" or n_threads == 1:
+    if not active or n_threads == 1:
         yield
         return
     torch.set_num_threads(1)
@@ -96,3 +129,11 @@ def one_thread(step: Stepper | Reader | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(n_threads)
+
+
+@contextmanager
+def timed(start_up_s: dict[str, float], what: str) -> Iterator[None]:
+    """Adds the seconds that the block took to ``start_up_s`` under ``what``."""
+    started = time.perf_counter()
+    yield
+    start_up_s[what] = start_up_s.get(what, 0.0) + time.perf_counter() - started

@@ -9,6 +9,7 @@ from kvprobe.bench import machine
 from kvprobe.bench.latency import PHASES, Bench
 from kvprobe.bench.roofline import Shape
 from kvprobe.decoder.model import from_hf
+from kvprobe.generation.engines import Kind
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results import phrases
@@ -26,7 +27,7 @@ def run(
     contexts: Sequence[int] = (),
     batches: Sequence[int] = (1,),
     phases: Sequence[str] = PHASES,
-    compiled: bool = True,
+    engine: Kind = "auto",
     repeats: int = 20,
     seconds: float = 3.0,
     end_to_end: tuple[int, int] | None = None,
@@ -47,7 +48,7 @@ def run(
     decoder = from_hf(loaded.model)
     limit = decoder.config.max_positions
     contexts = [*contexts] or [n for n in DEFAULT_CONTEXTS if n <= limit] or [limit]
-    timing = Bench(decoder=decoder, compiled=compiled, repeats=repeats, seconds=seconds, seed=seed, progress=progress)
+    timing = Bench(decoder=decoder, engine=engine, repeats=repeats, seconds=seconds, seed=seed, progress=progress)
     # both refuse what cannot be before anything is timed
     parts = [timing.measure(contexts, batches=batches, phases=phases)] if phases else []
     if end_to_end is not None:
@@ -68,7 +69,8 @@ def run(
         timing.watch.record(rows, device=loaded.device),
         contexts=contexts,
         batches=[*batches],
-        compiled=compiled,
+        compiled=engine != "torch",
+        engine=engine,
         start_up_s=timing.start_ups,
         notes=timing.notes,
         repeats=repeats,

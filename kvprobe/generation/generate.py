@@ -3,20 +3,21 @@
     for step in stream(decoder, [prompt_ids], max_new_tokens=64):
         print(step.tokens[0])
 
-Prefill reads the prompt and gives the first token; decode takes one token and gives the next. They are two functions
-and are timed apart.
+Prefill reads the prompt and gives the first token; decode takes one token and gives the next. An engine does both
+(:mod:`kvprobe.decoder.engine`); they are timed apart.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvprobe.caches.kv_cache import KVCache
-from kvprobe.decoder import engine
+from kvprobe.decoder.engine import Engine, one_thread, reread
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError
 from kvprobe.generation import engines
@@ -127,50 +128,6 @@ class Generation:
         )
 
 
-@torch.no_grad()
-def prefill(
-    decoder: Decoder,
-    ids: Tensor,
-    cache: KVCache,
-    *,
-    pads: Tensor | None = None,
-    chunk: int | None = None,
-    reader: engine.Reader | None = None,
-) -> Tensor:
-    """Read ``ids`` ``[batch, length]`` into ``cache``; return the logits after the last, ``[batch, vocab]``.
-
-    ``chunk`` is the most tokens at once (default: all, and a window's worth into a rolling cache, so that memory does
-    not grow with the prompt). The result is the same in any chunks. ``pads`` int ``[batch]`` is the left padding of
-    each row, of a cache that is still empty. ``reader`` was made for this decoder and ``cache``; by default it is the
-    fastest there is.
-    """
-    chunk = (cache.window or ids.shape[1]) if chunk is None else chunk
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
-    if ids.shape[1] < 1:
-        raise ValueError("the prompt has no tokens: there is nothing to continue")
-    if pads is not None:
-        if cache.length:
-            raise ValueError(f"padding comes first, but the cache already holds {cache.length} tokens")
-        cache.pads = pads
-    cache.check(*ids.shape)
-    if cache.pads is not None and int(cache.pads.max()) >= cache.length + ids.shape[1]:
-        raise ValueError(f"a row is nothing but padding: {cache.pads.tolist()} of {ids.shape[1]} tokens")
-    reader = reader or engines.reader(decoder, cache, ids.shape[1], chunk=chunk)
-    for part in ids.split(chunk, dim=1):
-        x = reader.read(part)
-    return decoder.logits(x)
-
-
-@torch.no_grad()
-def decode(decoder: Decoder, token: Tensor, cache: KVCache) -> Tensor:
-    """Feed one token a row, ``[batch]``, after what ``cache`` holds; return the next logits, ``[batch, vocab]``.
-
-    The readable one; :func:`kvprobe.generation.engines.stepper` gives the fastest that does the same.
-    """
-    return decoder.logits(decoder.body(token[:, None], cache=cache)[:, -1])
-
-
 def stream(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -182,25 +139,26 @@ def stream(
     seed: int = 0,
     eos: Sequence[int] = (),
     chunk: int | None = None,
-    step: engines.Kind = "auto",
-    stepper: engine.Stepper | None = None,
-    reader: engine.Reader | None = None,
+    engine: Engine | engines.Kind = "auto",
 ) -> Iterator[Step]:
     """Continue each of ``prompts`` (token ids, of any lengths), one :class:`Step` at a time.
 
     ``cache`` is emptied first; by default it is a full one of the size needed. ``naive`` uses none and reads the
     whole sequence again for every token: the baseline. Default sampling is greedy. A row ends with a token of ``eos``.
-    The same ``seed`` draws the same tokens. ``step`` is how to read and to decode: the fastest way there is ("auto"),
-    "numba" or "torch"; or give a ``stepper`` and a ``reader``, made for this decoder and ``cache``. Raises ValueError
-    at once for an empty prompt and where the model's positions or the cache will not suffice; KvprobeError for logits
-    that are not finite.
+    The same ``seed`` draws the same tokens. ``engine`` is a kind (:func:`kvprobe.generation.engines.engine`), or one
+    that was made for this decoder and ``cache``. Raises ValueError at once for an empty prompt and where the model's
+    positions or the cache will not suffice; KvprobeError for logits that are not finite.
     """
     sampling = sampling or Sampling()
     needed = tokens_fed(prompts, max_new_tokens)
     ids, pads = left_padded(prompts, device=decoder.embedding.weight.device)
     decoder.check_length(needed, cache)
+    if not isinstance(engine, str) and cache is not None and engine.cache is not cache:
+        raise ValueError("the engine was made for another cache")
     if naive:
         cache = None
+    elif cache is None and not isinstance(engine, str):
+        cache = engine.cache
     elif cache is None:
         cache = decoder.full_cache(needed, batch=len(prompts))
     if cache is not None:
@@ -208,17 +166,17 @@ def stream(
         cache.pads = pads
         try:
             cache.check(len(prompts), needed)
+            if isinstance(engine, str):
+                engine = engines.engine(decoder, cache, engine)
             # one token is prefill's: nothing to make ready for
-            if stepper is None and max_new_tokens > 1:
-                stepper = engines.stepper(decoder, cache, kind=step)
-            if reader is None:
-                kind = step if stepper is None or stepper.name != "torch" else "torch"
-                reader = engines.reader(decoder, cache, ids.shape[1], chunk=chunk or cache.window, kind=kind)
+            if max_new_tokens > 1:
+                engine.ready(ids.shape[1])
         except ValueError:
             # the padding is of these prompts, which it does not take
             cache.reset()
             raise
-    return _steps(decoder, ids, pads, max_new_tokens, cache, sampling, seed, frozenset(eos), chunk, reader, stepper)
+    ours = None if cache is None or isinstance(engine, str) else engine
+    return _steps(decoder, ids, pads, max_new_tokens, sampling, seed, frozenset(eos), chunk, ours)
 
 
 def generate(
@@ -228,33 +186,14 @@ def generate(
     max_new_tokens: int,
     cache: KVCache | None = None,
     naive: bool = False,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    eos: Sequence[int] = (),
-    chunk: int | None = None,
-    step: engines.Kind = "auto",
-    stepper: engine.Stepper | None = None,
-    reader: engine.Reader | None = None,
+    **settings: Any,
 ) -> Generation:
-    """As :func:`stream`, all at once."""
+    """As :func:`stream`, whose other ``settings`` it takes, all at once."""
     if cache is None and not naive:
         needed = tokens_fed(prompts, max_new_tokens)
         decoder.check_length(needed)
         cache = decoder.full_cache(needed, batch=len(prompts))
-    steps = stream(
-        decoder,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        cache=cache,
-        naive=naive,
-        sampling=sampling,
-        seed=seed,
-        eos=eos,
-        chunk=chunk,
-        step=step,
-        stepper=stepper,
-        reader=reader,
-    )
+    steps = stream(decoder, prompts, max_new_tokens=max_new_tokens, cache=cache, naive=naive, **settings)
     return Generation.of(steps, cache)
 
 
@@ -306,28 +245,25 @@ def _steps(
     ids: Tensor,
     pads: Tensor | None,
     max_new_tokens: int,
-    cache: KVCache | None,
     sampling: Sampling,
     seed: int,
     eos: frozenset[int],
     chunk: int | None,
-    reader: engine.Reader | None,
-    stepper: engine.Stepper | None,
+    engine: Engine | None,
 ) -> Iterator[Step]:
     generator = torch.Generator(ids.device).manual_seed(seed)
     ended = [False] * ids.shape[0]
     token: Tensor | None = None
     for _ in range(max_new_tokens):
         started = _now(ids.device)
-        if cache is None:
+        if engine is None:
             ids = ids if token is None else torch.cat([ids, token[:, None]], dim=1)
-            logits = _naive(decoder, ids, pads)
+            logits = reread(decoder, ids, pads)
         elif token is None:
-            logits = prefill(decoder, ids, cache, chunk=chunk, reader=reader)
+            logits = engine.prefill(ids, chunk=chunk)
         else:
-            assert stepper is not None
-            logits = stepper.step(token)
-        with engine.one_thread(stepper):
+            logits = engine.decode(token[:, None])[:, 0]
+        with one_thread(engine is not None and engine.name == "numba"):
             if not bool(logits.isfinite().all()):
                 raise KvprobeError(
                     f"the logits are not finite at dtype {logits.dtype}: try float32, or check the weights"
@@ -339,11 +275,6 @@ def _steps(
         yield Step(tokens, 1000 * (_now(ids.device) - started), tuple(ended))
         if all(ended):
             return
-
-
-@torch.no_grad()
-def _naive(decoder: Decoder, ids: Tensor, pads: Tensor | None) -> Tensor:
-    return decoder.logits(decoder.body(ids, pads=pads)[:, -1])
 
 
 def _now(device: torch.device) -> float:

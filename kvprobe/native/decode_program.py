@@ -35,16 +35,10 @@ class NumbaStep:
 
     As many threads as torch has, and the batch of the cache. The logits are float32. Beyond the decoder and the cache
     it holds the plan, a row's logits and inner vectors and, a thread, scratch for a piece of each row. See
-    :func:`kvprobe.generation.engines.stepper`. Raises ValueError for a cache that was made for another model.
+    :class:`kvprobe.native.engine.NumbaEngine`.
     """
 
-    name = "numba"
-    note: str | None = None
-    start_up_s = 0.0
-
     def __init__(self, decoder: Decoder, cache: KVCache, *, n_threads: int | None = None) -> None:
-        if cache.shape != decoder.config.cache_shape:
-            raise ValueError(f"the cache is of another model: {cache.shape}, not {decoder.config.cache_shape}")
         self._decoder, self._cache = decoder, cache
         self._arena = Arena()
         self._plan = _Plan(decoder, cache, self._arena, n_threads or torch.get_num_threads())
@@ -57,7 +51,10 @@ class NumbaStep:
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
-        """As :class:`kvprobe.decoder.engine.Stepper` says; ``[batch, vocab]`` in float32."""
+        """Feed one token a row, ``[batch]``, after what the cache holds; the next logits, float32 ``[batch, vocab]``.
+
+        Raises ValueError, before anything is written, where the cache or the model's positions do not suffice.
+        """
         decoder, cache, table = self._decoder, self._cache, self._table
         vocab, whole = decoder.config.vocab, token.dtype in (torch.int32, torch.int64)
         if not whole or token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:
@@ -72,7 +69,7 @@ class NumbaStep:
         self._team.finish()
         # Threads of torch's, woken for a large copy, wait for more work on the cores that the next step needs: 5 ms of
         # 16 to 28 a token.
-        with one_thread(self):
+        with one_thread():
             self._plan.enter(token, cache)
             table[k.LENGTH] = length
             table[k.LAG] = self._plan.turn_sinks(cache)

@@ -1,6 +1,7 @@
 """May compiled code stand in for this decoder on this cache? If not, why not."""
 
 import os
+from dataclasses import MISSING, fields
 from importlib.util import find_spec
 
 import torch
@@ -8,6 +9,13 @@ from torch import nn
 
 from kvprobe.caches.kv_cache import FullCache, KVCache, RollingCache
 from kvprobe.decoder.model import MLP, Attend, Attention, Block, Decoder, Norm
+
+# the fields of a decoder's configuration that compiled code honours; one that is added elsewhere is refused by name
+HONOURED = frozenset(
+    {"n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden", "mlp_width", "vocab", "max_positions", "rotary"}
+    | {"local_rotary", "windows", "norm", "norm_eps", "norm_offset", "post_norms", "qk_norm", "activation", "qkv_bias"}
+    | {"out_bias", "mlp_bias", "scale", "scale_by_layer", "embedding_scale", "tied_head", "final_softcap"}
+)
 
 # what compiled code computes itself, where nobody would see a hook or another module
 _KNOWN = {
@@ -35,6 +43,10 @@ def obstacle(decoder: Decoder, cache: KVCache, attend: Attend | None = None) -> 
         return "attention is replaced"
     if type(cache) not in (FullCache, RollingCache):
         return f"it does not know the cache {type(cache).__name__}"
+    for field in fields(decoder.config):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name not in HONOURED and getattr(decoder.config, field.name) != default:
+            return f"it does not know the setting {field.name}"
     if any(parameter.device.type != "cpu" for parameter in decoder.parameters()) or cache.keys[0].device.type != "cpu":
         return "the model is not on the CPU"
     for name, module in decoder.named_modules():

@@ -35,15 +35,11 @@ class NumbaReader:
 
     As many threads as torch has. Beyond the decoder and the cache it holds the vectors of `TOKENS_AT_ONCE` tokens and,
     a thread, a piece of a matrix and a block's scores of a whole cache; of one in 16 bits also a head's keys and values
-    in float32. See :func:`kvprobe.generation.engines.reader`. Raises ValueError for a cache that is no
-    :class:`FullCache` or of another model.
+    in float32. See :class:`kvprobe.native.engine.NumbaEngine`. Raises ValueError for a cache that is no
+    :class:`FullCache`.
     """
 
-    name = "numba"
-
     def __init__(self, decoder: Decoder, cache: KVCache, *, n_threads: int | None = None) -> None:
-        if cache.shape != decoder.config.cache_shape:
-            raise ValueError(f"the cache is of another model: {cache.shape}, not {decoder.config.cache_shape}")
         if why_not := unreadable(cache, 0):
             raise ValueError(f"the compiled reader cannot be used: {why_not}")
         n_threads = n_threads or torch.get_num_threads()
@@ -58,10 +54,10 @@ class NumbaReader:
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
-        """As :class:`kvprobe.decoder.engine.Reader` says.
+        """Feed ``ids`` ``[batch, n_tokens]`` after what the cache holds; the last token's ``[batch, hidden]``.
 
-        Raises ValueError also for ids that are none, for padding and a ring that would roll, and for a decoder whose
-        weights have been given other memory.
+        Raises ValueError, before anything is written, where the cache or the model's positions do not suffice, for ids
+        outside the vocabulary, padding, a ring that would roll, and a decoder whose weights have other memory now.
         """
         cache, plan = self._cache, self._plan
         batch, n_tokens = ids.shape
@@ -76,7 +72,7 @@ class NumbaReader:
             raise ValueError("the decoder's weights are not where they were: make a new reader")
         last: list[Tensor] = []
         # Threads of torch's, woken for a large copy, wait for more work on the cores that the pieces need.
-        with one_thread(self):
+        with one_thread():
             for part in ids.split(TOKENS_AT_ONCE, dim=1):
                 cache.begin(batch, part.shape[1])
                 self._team.finish()

@@ -141,7 +141,7 @@ def decoder():
 
 
 def test_every_phase_is_timed_at_every_context_and_decode_at_every_batch(decoder):
-    timer = Bench(decoder=decoder, compiled=False, repeats=2, clock=Ticking())
+    timer = Bench(decoder=decoder, engine="torch", repeats=2, clock=Ticking())
     found = list(timer.measure([4, 9], batches=[1, 3]))
     assert [(one.phase, one.context, one.batch) for one in found] == [
         *((phase, context, 1) for context in (4, 9) for phase in ("naive", "prefill", "cached")),
@@ -164,28 +164,28 @@ def test_a_prefill_gives_the_tokens_of_all_rows(decoder):
 @pytest.mark.parametrize("context", [1, 4, 9])
 def test_the_step_that_is_timed_sees_the_whole_context(decoder, batch, context):
     """Its logits are those of a full pass, on a cache filled by a prefill or by one row's keys, in every run."""
-    timer, seen = Bench(decoder=decoder, compiled=False, repeats=3, clock=Ticking()), []
-    stepper = timer._stepper
+    timer, seen = Bench(decoder=decoder, engine="torch", repeats=3, clock=Ticking()), []
+    make = timer._engine
 
-    def watched(cache, token):
-        step = stepper(cache, token)
-        run = step.step
-        step.step = lambda token: seen.append((run(token), cache.length)) or seen[-1][0]
-        return step
+    def watched(cache):
+        engine = make(cache)
+        decode = engine.decode
+        engine.decode = lambda tokens: seen.append((decode(tokens)[:, 0], cache.length)) or seen[-1][0]
+        return engine
 
-    object.__setattr__(timer, "_stepper", watched)
+    object.__setattr__(timer, "_engine", watched)
     list(timer.measure([context], batches=[2, batch], phases=["cached"]))
     ids = timer._ids(batch, context)
     whole = decoder(ids[:1])[:, -1]
     steps = [logits for logits, _ in seen if logits.shape[0] == batch][:1]
     assert {length for _, length in seen} == {context}
-    assert len(seen) == 2 * (2 + 3)
+    assert len(seen) == 2 * (1 + 2 + 3)
     # the other rows hold row 0's keys too and differ in their last token alone
     torch.testing.assert_close(steps[0][:1], whole, atol=1e-5, rtol=0)
 
 
 def test_a_row_is_arithmetic_on_what_was_timed(decoder):
-    (one,) = Bench(decoder=decoder, compiled=False, repeats=1, clock=Ticking(9, 9, 9, 0.5)).measure(
+    (one,) = Bench(decoder=decoder, engine="torch", repeats=1, clock=Ticking(9, 9, 9, 0.5)).measure(
         [9], phases=["cached"]
     )
     (work,), ceilings = one.works, Ceilings(bandwidth=1e6, matrix_rate=1e6)
@@ -200,14 +200,14 @@ def test_a_row_is_arithmetic_on_what_was_timed(decoder):
 
 
 def test_start_up_is_the_first_step_and_no_part_of_a_row(decoder):
-    timer = Bench(decoder=decoder, compiled=False, repeats=2, clock=Ticking(60, 1, 1, 2, 2))
+    timer = Bench(decoder=decoder, engine="torch", repeats=2, clock=Ticking(60, 1, 1, 2, 2))
     (one,) = timer.measure([9], phases=["cached"])
     assert timer.start_ups == {"torch step": 60}
     assert one.timing.seconds == (2, 2)
 
 
 def test_end_to_end_is_a_prefill_and_every_later_token(decoder):
-    timer, shape = Bench(decoder=decoder, compiled=False, clock=Ticking(1, 12, 3, 5)), Shape.of(decoder)
+    timer, shape = Bench(decoder=decoder, engine="torch", clock=Ticking(1, 12, 3, 5)), Shape.of(decoder)
     cached, naive = timer.end_to_end(10, 6, naive_samples=2)
     assert (cached.phase, cached.timing.seconds, cached.n_tokens) == ("end_to_end_cached", (12,), 6)
     assert total(cached.works) == total([shape.prefill(10), *(shape.decode(n) for n in range(11, 16))])

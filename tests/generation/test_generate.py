@@ -11,8 +11,8 @@ from transformers import (
 
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError
-from kvprobe.generation.generate import Generation, Sampling, decode, generate, left_padded, pieces, prefill, stream
-from support.decoders import FAMILIES, rope_decoder
+from kvprobe.generation.generate import Generation, Sampling, generate, left_padded, pieces, stream
+from support.decoders import FAMILIES, decode, prefill, rope_decoder
 from support.tiny import tiny_ids, tiny_model
 
 PROMPT = tiny_ids(10)[0].tolist()

@@ -10,22 +10,25 @@ from hypothesis import strategies as st
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.caches.kv_cache import FullCache
-from kvprobe.decoder import engine
+from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import from_hf
 from kvprobe.generation import engines
-from kvprobe.generation.generate import Sampling, decode, generate, prefill, stream
+from kvprobe.generation.generate import Sampling, generate, stream
 from kvprobe.native import eligible
 from support.decoders import (
     FAMILIES,
     VARIANTS,
     close,
+    decode,
     drawn_config,
     from_config,
     in_bfloat16,
+    prefill,
     random_decoder,
     rope_decoder,
     rounding,
     same_memory,
+    stepper,
 )
 from support.tiny import tiny_ids, tiny_model
 
@@ -44,7 +47,7 @@ def numba(decoder, cache, **options):
 def side_by_side(decoder, make, ids, *, switch=(), atol=2e-5):
     """Logits of every token from both steps, each on its own cache; at `switch` they exchange caches."""
     ours, theirs = make(), make()
-    steps = {id(cache): (numba(decoder, cache), engine.TorchStep(decoder, cache)) for cache in (ours, theirs)}
+    steps = {id(cache): (numba(decoder, cache), stepper(decoder, cache, kind="torch")) for cache in (ours, theirs)}
     for i, token in enumerate(ids.T):
         if i in switch:
             ours, theirs = theirs, ours
@@ -229,50 +232,52 @@ def test_generated_tokens_do_not_depend_on_the_step(family, sampling, several):
     decoder, prompt = from_hf(tiny_model(family)), tiny_ids(9)[0].tolist()
     for make in (lambda: decoder.full_cache(60), lambda: decoder.rolling_cache(7, n_sink=2)):
         ours, theirs = (
-            generate(decoder, [prompt], max_new_tokens=40, cache=make(), sampling=sampling, seed=5, step=step)
+            generate(decoder, [prompt], max_new_tokens=40, cache=make(), sampling=sampling, seed=5, engine=step)
             for step in ("numba", "torch")
         )
         assert ours.token_ids == theirs.token_ids
         assert (len(set(ours.token_ids[0])) > 3) is (family in several)
 
 
-def test_the_step_is_chosen_and_says_why_not():
+def test_the_engine_is_chosen_and_says_why_not():
     decoder = rope_decoder()
     one, two = decoder.full_cache(9), decoder.full_cache(9, batch=2)
     two.pads = torch.tensor([0, 1])
     for cache in (one, two):
-        chosen = engines.stepper(decoder, cache)
-        assert (chosen.name, chosen.note) == ("numba", None)
-        assert chosen.start_up_s > 0
-    plain = engines.stepper(decoder, one, kind="torch")
-    assert (plain.name, plain.note, plain.start_up_s) == ("torch", None, 0.0)
+        chosen = engines.engine(decoder, cache)
+        assert (chosen.name, chosen.note, chosen.start_up_s) == ("numba", None, {})
+        chosen.ready()
+        assert chosen.start_up_s.keys() == {"numba step"}
+        assert chosen.start_up_s["numba step"] > 0
+    plain = engines.engine(decoder, one, "torch")
+    assert (plain.name, plain.note, plain.start_up_s) == ("torch", None, {})
     half = from_config(decoder, torch.float16)
     expected = {
-        "attention is replaced": engines.stepper(decoder, one, attend=AttentionCall.attend),
-        "float32 or bfloat16, not float16": engines.stepper(half, half.full_cache(9)),
+        "attention is replaced": engines.engine(decoder, one, attend=AttentionCall.attend),
+        "float32 or bfloat16, not float16": engines.engine(half, half.full_cache(9)),
     }
-    for words, step in expected.items():
-        assert step.name == "torch"
-        assert words in step.note
-    with pytest.raises(ValueError, match="numba cannot be used: it reads float32"):
-        engines.stepper(half, half.full_cache(9), kind="numba")
-    with pytest.raises(ValueError, match="auto, numba or torch, got 'jit'"):
-        engines.stepper(decoder, one, kind="jit")
+    for words, engine in expected.items():
+        assert engine.name == "torch"
+        assert words in engine.note
+    with pytest.raises(ValueError, match="the numba engine cannot be used: it reads float32"):
+        engines.engine(half, half.full_cache(9), "numba")
+    with pytest.raises(ValueError, match="engine must be one of auto, numba, torch, got 'jit'"):
+        engines.engine(decoder, one, "jit")
 
 
 def test_without_numba_the_torch_step_says_so_and_works(monkeypatch):
     monkeypatch.setattr(eligible, "find_spec", lambda name: None)
     decoder, ids = rope_decoder(), tiny_ids(3)
-    step = engines.stepper(decoder, decoder.full_cache(3))
+    step = stepper(decoder, decoder.full_cache(3))
     assert step.name == "torch"
     assert "numba is not installed" in step.note
     close(torch.stack([step.step(ids[:, i]) for i in range(3)], dim=1), decoder(ids))
 
 
 def test_a_numba_that_does_not_fit_is_as_good_as_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvprobe.native.decode_program", None)
+    monkeypatch.setitem(sys.modules, "kvprobe.native.engine", None)
     decoder = rope_decoder()
-    step = engines.stepper(decoder, decoder.full_cache(1))
+    step = stepper(decoder, decoder.full_cache(1))
     assert step.name == "torch"
     assert "numba cannot be imported" in step.note
 
@@ -284,7 +289,7 @@ def test_a_substituted_attention_is_called_by_the_torch_step():
         layers.append(call.layer)
         return call.attend()
 
-    step = engines.stepper(decoder, decoder.full_cache(2), attend=watch)
+    step = stepper(decoder, decoder.full_cache(2), attend=watch)
     step.step(ids[:, 0])
     assert layers == [0, 1]
 
@@ -294,7 +299,7 @@ def test_overflow_is_refused_before_anything_is_written(kind):
     decoder, ids = rope_decoder(max_positions=12), tiny_ids(14)
     for capacity, n_fed, words in ((5, 5, "holds 5 of 5 tokens"), (20, 12, "13 tokens are more than the model's 12")):
         cache = decoder.full_cache(capacity)
-        step = engines.stepper(decoder, cache, kind=kind)
+        step = stepper(decoder, cache, kind=kind)
         for i in range(n_fed):
             step.step(ids[:, i])
         before = [buffer.clone() for buffer in cache._buffers()]
@@ -362,7 +367,7 @@ def test_padding_that_is_none_leaves_the_cache_as_it_was(pads):
     step = numba(decoder, cache)
     prefill(decoder, ids[:, :4], cache)
     cache.pads = pads
-    for feed in (step.step, engine.TorchStep(decoder, cache).step):
+    for feed in (step.step, stepper(decoder, cache, kind="torch").step):
         with pytest.raises(ValueError, match="pads must be 2 whole numbers"):
             feed(ids[:, 4])
     cache.pads = None
@@ -373,7 +378,7 @@ def test_prompts_that_are_refused_leave_no_padding_behind():
     decoder, ids = rope_decoder(), tiny_ids(6, batch=2)
     cache = decoder.full_cache(10, batch=2)
     expected = prefill(decoder, ids, cache)
-    for options in ({"max_new_tokens": 20}, {"max_new_tokens": 3, "step": "jit"}):
+    for options in ({"max_new_tokens": 20}, {"max_new_tokens": 3, "engine": "jit"}):
         with pytest.raises(ValueError, match=r"do not fit|got 'jit'"):
             stream(decoder, [[1, 2, 3, 4], [5]], cache=cache, **options)
         assert torch.equal(prefill(decoder, ids, cache), expected)
@@ -423,7 +428,7 @@ def test_a_cache_of_another_model_is_refused():
     decoder, other = rope_decoder(n_kv_heads=4), rope_decoder(n_kv_heads=1)
     for kind in ("auto", "numba"):
         with pytest.raises(ValueError, match="the cache is of another model"):
-            engines.stepper(decoder, other.full_cache(5), kind=kind)
+            stepper(decoder, other.full_cache(5), kind=kind)
 
 
 @pytest.mark.parametrize("token", [torch.tensor([1.0]), torch.tensor([True]), torch.tensor([1], dtype=torch.uint8)])
@@ -439,7 +444,7 @@ def test_a_token_of_another_type_is_refused_before_anything_is_written(token):
 def test_prompts_of_any_length_decode_as_in_torch():
     decoder = from_hf(tiny_model("llama"))
     prompts = [[5, 6, 7, 8, 9, 10], [11], [12, 13, 14]]
-    ours, theirs = (generate(decoder, prompts, max_new_tokens=30, step=step) for step in ("numba", "torch"))
+    ours, theirs = (generate(decoder, prompts, max_new_tokens=30, engine=step) for step in ("numba", "torch"))
     assert ours.token_ids == theirs.token_ids
 
 
@@ -497,9 +502,9 @@ def test_torch_keeps_its_threads():
     decoder, before = rope_decoder(), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        for _ in stream(decoder, [[1, 2, 3]], max_new_tokens=4, step="numba"):
+        for _ in stream(decoder, [[1, 2, 3]], max_new_tokens=4, engine="numba"):
             assert torch.get_num_threads() == 2
-        with engine.one_thread(engines.stepper(decoder, decoder.full_cache(1))):
+        with one_thread():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
     finally:

@@ -3,15 +3,16 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprobe.decoder import engine, linear
+from kvprobe.decoder import linear
+from kvprobe.decoder.engine import TorchEngine
 from kvprobe.decoder.model import DecoderConfig, from_hf
 from kvprobe.generation import engines, generate
 from kvprobe.native import eligible
@@ -25,12 +26,14 @@ from support.decoders import (
     rope_decoder,
     rounding,
     same_memory,
+    stepper,
 )
 from support.tiny import tiny_ids, tiny_model
 
 pytest.importorskip("numba")
 
 from kvprobe.native import decode_kernels, prefill_kernels, prefill_program, tiles
+from kvprobe.native.decode_program import NumbaStep
 from kvprobe.native.workers import Arena
 
 # one layer of two with a window of its own
@@ -51,9 +54,9 @@ def both_read(decoder, parts, *, atol=2e-5, reference=None, **options):
     """One prompt in parts, by the compiled reader and by torch, each into its own cache of the same size."""
     batch, capacity = parts[0].shape[0], sum(part.shape[1] for part in parts)
     ours, theirs = (decoder.full_cache(capacity, batch=batch) for _ in range(2))
-    reader, expected = compiled(decoder, ours, **options), engine.TorchReader(reference or decoder, theirs)
+    reader, expected = compiled(decoder, ours, **options), TorchEngine(reference or decoder, theirs)
     for part in parts:
-        close(reader.read(part), expected.read(part), atol)
+        close(reader.read(part), expected._read(part), atol)
         same_memory(ours, theirs, atol)
 
 
@@ -94,8 +97,8 @@ def test_random_decoders_agree(data):
 def test_bfloat16_is_no_farther_from_the_numbers_it_stands_for_than_torchs(family):
     low, high = in_bfloat16(from_hf(tiny_model(family)))
     ids = tiny_ids(60)
-    exact = engine.TorchReader(high, high.full_cache(60)).read(ids)
-    theirs = engine.TorchReader(low, low.full_cache(60)).read(ids)
+    exact = TorchEngine(high, high.full_cache(60))._read(ids)
+    theirs = TorchEngine(low, low.full_cache(60))._read(ids)
     ours = compiled(low, low.full_cache(60)).read(ids)
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
@@ -139,7 +142,7 @@ def test_nothing_is_written_beside_a_buffer(data, guarded):
     for buffers in (cache.keys, cache.values):
         buffers[:] = [floats(None, buffer.numel(), buffer.dtype).view_as(buffer) for buffer in buffers]
     compiled(decoder, cache, n_threads=draw(st.integers(1, 3))).read(tiny_ids(length, batch=batch))
-    engines.stepper(decoder, cache, kind="numba").step(torch.zeros(batch, dtype=torch.long))
+    stepper(decoder, cache, kind="numba").step(torch.zeros(batch, dtype=torch.long))
     check()
 
 
@@ -147,7 +150,7 @@ def test_a_bfloat16_cache_is_widened_and_nothing_else():
     low, _ = in_bfloat16(rope_decoder(n_kv_heads=2))
     ours, theirs = low.full_cache(60), low.full_cache(60)
     compiled(low, ours).read(tiny_ids(60))
-    engine.TorchReader(low, theirs).read(tiny_ids(60))
+    TorchEngine(low, theirs)._read(tiny_ids(60))
     # both rounded once from nearly the same
     torch.testing.assert_close(ours.keys[0], theirs.keys[0], atol=1e-2, rtol=2**-6)
 
@@ -219,7 +222,7 @@ def test_threads_change_no_bit(n_threads):
 def test_steps_go_on_from_what_was_read_and_reading_from_steps():
     decoder, ids = rope_decoder(), tiny_ids(80)
     cache = decoder.full_cache(80)
-    reader, step, expected = compiled(decoder, cache), engines.stepper(decoder, cache, kind="numba"), decoder(ids)
+    reader, step, expected = compiled(decoder, cache), stepper(decoder, cache, kind="numba"), decoder(ids)
     close(decoder.logits(reader.read(ids[:, :40])), expected[:, 39])
     close(step.step(ids[:, 40]), expected[:, 40])
     close(decoder.logits(reader.read(ids[:, 41:79])), expected[:, 78])
@@ -235,35 +238,65 @@ def test_a_cache_that_is_emptied_starts_again():
     assert torch.equal(reader.read(ids), first)
 
 
-def test_the_reader_is_chosen_by_what_it_can_and_what_is_faster(monkeypatch):
-    monkeypatch.setattr(engines, "compiled_reads_faster", lambda dtype, n_threads: True)
+def test_who_reads_is_a_rule_of_the_prompt_and_the_cache():
     decoder = from_hf(tiny_model("gemma3_text"))
 
-    def chosen(cache, n_tokens=64, **options):
-        return engines.reader(decoder, cache, n_tokens, **options).name
+    def reads(cache, n_tokens=64, kind="auto"):
+        return engines.engine(decoder, cache, kind).reads(n_tokens)
 
-    assert chosen(decoder.full_cache(80)) == "numba"
-    assert chosen(decoder.full_cache(80), kind="torch") == "torch"
-    assert chosen(decoder.full_cache(80), n_tokens=linear.FEWEST_TOKENS - 1) == "torch"
-    assert chosen(decoder.full_cache(80), chunk=10) == "torch"
+    assert reads(decoder.full_cache(80)) == reads(decoder.full_cache(80), kind="numba") == "numba"
+    assert reads(decoder.full_cache(80), kind="torch") == "torch"
+    assert reads(decoder.full_cache(80), n_tokens=linear.FEWEST_TOKENS - 1) == "torch"
     # rings that would roll, and caches whose rows or positions differ
-    assert chosen(decoder.full_cache(80, bound_local=True)) == "torch"
-    assert chosen(decoder.rolling_cache(80)) == "torch"
+    assert reads(decoder.full_cache(80, bound_local=True)) == "torch"
+    assert reads(decoder.rolling_cache(80)) == "torch"
     padded = decoder.full_cache(80)
     padded.pads = torch.tensor([3])
-    assert chosen(padded) == "torch"
-    used = decoder.full_cache(80)
+    assert reads(padded) == "torch"
+    used = decoder.full_cache(100)
     decoder(tiny_ids(30), cache=used)
-    assert chosen(used, n_tokens=50) == "torch"
-    monkeypatch.setattr(engines, "compiled_reads_faster", lambda dtype, n_threads: False)
-    assert chosen(decoder.full_cache(80)) == "torch"
-    assert chosen(decoder.full_cache(80), kind="numba") == "numba"
-    with pytest.raises(ValueError, match="auto, numba or torch, got 'jit'"):
-        chosen(decoder.full_cache(80), kind="jit")
-    monkeypatch.setattr(eligible, "find_spec", lambda name: None)
-    assert chosen(decoder.full_cache(80)) == "torch"
-    with pytest.raises(ValueError, match="numba cannot be used: numba is not installed"):
-        chosen(decoder.full_cache(80), kind="numba")
+    assert reads(used, n_tokens=70) == "numba"
+    assert reads(used, n_tokens=71) == "torch"
+
+
+def test_what_it_says_would_read_reads(monkeypatch):
+    decoder, ids = from_hf(tiny_model("llama")), tiny_ids(80)
+    read, expected = [], decoder(ids)
+    theirs = prefill_program.NumbaReader.read
+    monkeypatch.setattr(
+        prefill_program.NumbaReader, "read", lambda self, part: read.append(part.shape[1]) or theirs(self, part)
+    )
+    for chunk, parts in ((None, [80]), (70, [70]), (40, [])):
+        engine = engines.engine(decoder, decoder.full_cache(80))
+        close(engine.prefill(ids, chunk=chunk), expected[:, -1])
+        assert read == parts
+        read.clear()
+
+
+def test_several_tokens_at_once_are_as_many_steps():
+    decoder, ids = from_hf(tiny_model("gemma3_text")), tiny_ids(30, batch=2)
+    expected = decoder(ids)
+    for kind in ("torch", "numba"):
+        engine = engines.engine(decoder, decoder.full_cache(30, batch=2), kind)
+        close(engine.prefill(ids[:, :20]), expected[:, 19])
+        close(engine.decode(ids[:, 20:25]), expected[:, 20:25])
+        close(engine.decode(ids[:, 25:26]), expected[:, 25:26])
+
+
+def test_the_same_prompt_gives_the_same_bits_again():
+    decoder, ids = from_hf(tiny_model("llama")), tiny_ids(80)
+    first, again = (engines.engine(decoder, decoder.full_cache(80)).prefill(ids) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_compiled_code_refuses_a_setting_that_it_does_not_know(monkeypatch):
+    assert {field.name for field in fields(DecoderConfig)} == eligible.HONOURED
+    decoder = rope_decoder()
+    cache = decoder.full_cache(9)
+    monkeypatch.setattr(eligible, "HONOURED", eligible.HONOURED - {"qkv_bias"})
+    assert eligible.obstacle(decoder, cache) is None  # as it is by default
+    decoder = rope_decoder(qkv_bias=True)
+    assert eligible.obstacle(decoder, cache) == "it does not know the setting qkv_bias"
 
 
 def test_what_compiled_code_would_pass_by_is_an_obstacle():
@@ -277,26 +310,7 @@ def test_what_compiled_code_would_pass_by_is_an_obstacle():
         assert eligible.obstacle(decoder, cache) == "autocast is on"
     decoder.blocks[1].mlp.up = torch.nn.Sequential(decoder.blocks[1].mlp.up)
     assert eligible.obstacle(decoder, cache) == "blocks.1.mlp.up is a Sequential"
-    assert engines.reader(decoder, cache, 70).name == engines.stepper(decoder, cache).name == "torch"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("compiled_s", "torch_s", "faster"), [(1.0, 1.06, True), (1.0, 1.04, False)])
-def test_what_is_faster_is_measured(dtype, compiled_s, torch_s, faster, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=lambda: now, sleep=lambda seconds: None))
-
-    def taking(seconds, read):
-        def timed(self, ids):
-            nonlocal now
-            now += seconds
-            return read(self, ids)
-
-        return timed
-
-    for reader, seconds in ((prefill_program.NumbaReader, compiled_s), (engine.TorchReader, torch_s)):
-        monkeypatch.setattr(reader, "read", taking(seconds, reader.read))
-    assert engines.compiled_reads_faster.__wrapped__(dtype, 1) is faster
+    assert stepper(decoder, cache).name == "torch"
 
 
 @pytest.mark.parametrize("step", ["numba", "torch"])
@@ -306,7 +320,7 @@ def test_prefill_and_generation_use_it_and_give_the_same(step, monkeypatch):
         prefill_program.NumbaReader, "read", lambda self, ids: used.append(ids.shape) or read(self, ids)
     )
     decoder, ids = rope_decoder(), tiny_ids(90)
-    made = generate.generate(decoder, ids.tolist(), max_new_tokens=6, step=step)
+    made = generate.generate(decoder, ids.tolist(), max_new_tokens=6, engine=step)
     naive = generate.generate(decoder, ids.tolist(), max_new_tokens=6, naive=True)
     assert made.token_ids == naive.token_ids
     assert used == ([(1, 90)] if step == "numba" else [])
@@ -330,7 +344,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         assert not any(buffer.any() for buffer in cache._buffers())
     close(compiled(decoder, small).read(tiny_ids(30)), decoder.body(tiny_ids(30))[:, -1])
     with pytest.raises(ValueError, match="of another model"):
-        prefill_program.NumbaReader(rope_decoder(n_kv_heads=1), small)
+        engines.engine(rope_decoder(n_kv_heads=1), small, "numba")
 
 
 def test_what_it_cannot_do_later_is_refused_and_not_done_wrong():
@@ -341,7 +355,7 @@ def test_what_it_cannot_do_later_is_refused_and_not_done_wrong():
     with pytest.raises(ValueError, match="a ring of the cache would roll"):
         reader.read(tiny_ids(20))
     # the step goes on where the reader cannot
-    engine.TorchReader(decoder, ring).read(tiny_ids(20))
+    TorchEngine(decoder, ring)._read(tiny_ids(20))
     cache = decoder.full_cache(60)
     reader = compiled(decoder, cache)
     cache.pads = torch.tensor([2])
@@ -361,15 +375,14 @@ def test_the_default_dtype_and_device_are_nobodys_business(dtype):
     decoder, ids = random_decoder(CONFIG), tiny_ids(40)
     caches = [decoder.full_cache(40) for _ in range(4)]
     expected = compiled(decoder, caches[0]).read(ids[:, :39])
-    logits = engines.stepper(decoder, caches[0], kind="numba").step(ids[:, 39])
+    logits = stepper(decoder, caches[0], kind="numba").step(ids[:, 39])
     torch.set_default_dtype(dtype)
     try:
         assert torch.equal(compiled(decoder, caches[1]).read(ids[:, :39]), expected)
-        assert torch.equal(engines.stepper(decoder, caches[1], kind="numba").step(ids[:, 39]), logits)
+        assert torch.equal(stepper(decoder, caches[1], kind="numba").step(ids[:, 39]), logits)
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.device("meta"):
-        engines.compiled_reads_faster.__wrapped__(torch.float32, 1)
         reader = compiled(decoder, caches[2])
     assert torch.equal(reader.read(ids[:, :39]), expected)
 
@@ -406,7 +419,7 @@ def test_what_an_interrupt_left_is_not_written_into_what_comes_after():
     reader, other, step = (
         compiled(decoder, cache),
         compiled(decoder, cache),
-        engines.stepper(decoder, cache, kind="numba"),
+        NumbaStep(decoder, cache),
     )
 
     for one, run in ((reader, lambda: reader.read(ids[:, :50])), (step, lambda: step.step(ids[:, 0]))):

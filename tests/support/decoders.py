@@ -3,8 +3,10 @@
 import torch
 from hypothesis import strategies as st
 
+from kvprobe.decoder.engine import TorchEngine
 from kvprobe.decoder.model import Decoder, DecoderConfig, Rotary
 from kvprobe.decoder.weights import FAMILIES as OURS
+from kvprobe.generation.engines import engine
 
 FAMILIES = tuple(OURS)
 
@@ -148,3 +150,24 @@ def from_config(decoder, dtype):
     made = Decoder(decoder.config)
     made.load_state_dict(decoder.state_dict())
     return made.to(dtype).eval().requires_grad_(False)
+
+
+def prefill(decoder, ids, cache, *, kind="auto", **settings):
+    """The logits after a prompt, by an engine of its own."""
+    return engine(decoder, cache, kind).prefill(ids, **settings)
+
+
+def decode(decoder, token, cache):
+    """The readable decoder's logits after one token a row, ``[batch, vocab]``."""
+    return TorchEngine(decoder, cache).decode(token[:, None])[:, 0]
+
+
+class stepper:  # noqa: N801
+    """An engine fed one token a row at a time: `.step(token)` is its logits ``[batch, vocab]``."""
+
+    def __init__(self, decoder, cache, **how):
+        self.engine = engine(decoder, cache, **how)
+        self.name, self.note = self.engine.name, self.engine.note
+
+    def step(self, token):
+        return self.engine.decode(token[:, None])[:, 0]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli.main import COUNT, common, load_model
+from kvprobe.cli.main import COUNT, common, engine_option, load_model
 
 if TYPE_CHECKING:
     from kvprobe.caches.kv_cache import KVCache
@@ -30,6 +30,7 @@ MOST_PROMPT = 1 << 24
     type=click.Choice(["absolute", "cache"]),
     help="Of kept keys: as made, or by slot in the cache.  [default: cache under RoPE, else absolute]",
 )
+@engine_option
 @click.option("--no-cache", is_flag=True, help="Read everything again for every token: the baseline.")
 @click.option(
     "--bos",
@@ -60,6 +61,8 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         raise click.UsageError("--sinks and --positions say what a window keeps: give --window too")
     if options["window"] is not None and options["no_cache"]:
         raise click.UsageError("--window is a cache, --no-cache is none: give one of them")
+    if options["engine"] == "numba" and options["no_cache"]:
+        raise click.UsageError("--engine numba decodes from a cache: leave out --no-cache")
 
     import time
 
@@ -91,11 +94,13 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     ids = passage.ids.tolist()
     cache = _cache(decoder, ids, options)
     start_up = time.perf_counter()
-    stepper = None if cache is None else engines.stepper(decoder, cache)
-    reader = None if cache is None else engines.reader(decoder, cache, len(ids), chunk=cache.window)
+    engine = None if cache is None else engines.engine(decoder, cache, options["engine"])
+    if engine is not None:
+        engine.ready(len(ids))
+        if engine.note is not None:
+            notice(engine.note, quiet=options["quiet"])
     start_up_s = 0.0 if cache is None else time.perf_counter() - start_up
-    if stepper is not None and stepper.note is not None:
-        notice(stepper.note, quiet=options["quiet"])
+    reader = "torch" if engine is None else engine.reads(len(ids))
     coming = stream(
         decoder,
         [ids],
@@ -105,8 +110,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         sampling=sampling,
         seed=options["seed"],
         eos=_eos(loaded),
-        stepper=stepper,
-        reader=reader,
+        engine=engine or "torch",
     )
     steps = []
 
@@ -151,8 +155,9 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
             n_sink=None if options["window"] is None else _sinks(options),
             positions=None if options["window"] is None else _positions(decoder, options),
             cache=not options["no_cache"],
-            step="torch" if stepper is None else stepper.name,
-            reader="torch" if reader is None else reader.name,
+            engine=options["engine"],
+            step="torch" if engine is None else engine.name,
+            reader=reader,
             start_up_s=round(start_up_s, 3),
             wall_s=round(time.perf_counter() - started, 3),
         )

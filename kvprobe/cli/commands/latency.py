@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli.main import COUNT, CountFrom, Finite, common, load_model
+from kvprobe.cli.main import COUNT, CountFrom, Finite, common, engine_option, load_model
 
 COLUMNS = (
     "phase",
@@ -49,6 +49,7 @@ COLUMNS = (
     show_default=True,
     help="Read and decode the fastest way there is (a CPU: compiled by numba), or with the readable decoder in torch.",
 )
+@engine_option
 @click.option("--random-weights", is_flag=True, help="Take MODEL's shape alone and draw the weights.")
 @click.option("--repeats", type=CountFrom(1), default=20, show_default=True, help="Runs a row, at most.")
 @click.option(
@@ -97,7 +98,8 @@ def command(model: str, **options: Any) -> None:
     from kvprobe.results import phrases
     from kvprobe.results.result import Result
 
-    settings = {name: options[name] for name in ("contexts", "compiled", "repeats", "seconds", "naive_samples", "seed")}
+    settings = {name: options[name] for name in ("contexts", "repeats", "seconds", "naive_samples", "seed")}
+    settings["engine"] = _engine(options)
     # what is left out takes the experiment's own default
     settings |= {name: options[name] for name in ("batches", "phases") if options[name]}
     if options["end_to_end"]:
@@ -153,3 +155,11 @@ def _summary(rows: list[dict[str, Any]], run: dict[str, Any]) -> list[str]:
     )
     lines.append(f"arithmetic binds decode from: {binds}")
     return [line for i, line in enumerate(lines) if line or i == 0]
+
+
+def _engine(options: dict[str, Any]) -> str:
+    if options["compiled"]:
+        return str(options["engine"])
+    if options["engine"] == "numba":
+        raise click.UsageError("--no-compile and --engine numba contradict each other: leave one out")
+    return "torch"
