@@ -64,13 +64,13 @@ class Picture:
                     if not inputs:
                         raise
                     why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                    said = f"{self._file(results)} cannot be drawn ({why}): {self._remedy()}"
+                    said = f"{self._file(results)} cannot be drawn ({why}): {self._hint()}"
                     raise KvprobeError(f"{said}; if a new one cannot be drawn, the figure is at fault") from error
                 path = out / f"{self.name}{suffix}.{kind}"
                 try:
                     write_whole(path, data.getvalue())
                 except OSError as error:
-                    raise disk_error(error, path, instead="choose another --out") from error
+                    raise disk_error(error, path, hint="choose another --out") from error
                 paths.append(path)
         return paths
 
@@ -80,17 +80,17 @@ class Picture:
         try:
             found = Result.from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise KvprobeError(f"{path} is not there: {self._remedy()}") from None
+            raise KvprobeError(f"{path} is not there: {self._hint()}") from None
         except (OSError, KeyError, ValueError) as error:
-            raise KvprobeError(f"{path} is no result ({error}): {self._remedy()}") from error
+            raise KvprobeError(f"{path} is no result ({error}): {self._hint()}") from error
         if found.analysis != self.needs:
-            raise KvprobeError(f"{path} is a result of {found.analysis}, not of {self.needs}: {self._remedy()}")
+            raise KvprobeError(f"{path} is a result of {found.analysis}, not of {self.needs}: {self._hint()}")
         for i, row in enumerate(found.rows, start=1):
             for field in self.numbers.split():
                 if not _is_number(row.get(field)):
                     what = f"is {reprlib.repr(row[field])}, no number" if field in row else "is not there"
                     why = f"row {i}: {field} {what}"
-                    raise KvprobeError(f"{path} is no result of {self.needs} ({why}): {self._remedy()}")
+                    raise KvprobeError(f"{path} is no result of {self.needs} ({why}): {self._hint()}")
         return found
 
     def missing(self, results: Path, model: str) -> bool:
@@ -128,7 +128,7 @@ class Picture:
     def _file(self, results: Path) -> Path:
         return results / f"{self.needs}.json"
 
-    def _remedy(self) -> str:
+    def _hint(self) -> str:
         return f"make it with `python -m {self.analysis('MODEL')}`" + (", which takes hours" if self.hours else "")
 
 

@@ -27,7 +27,7 @@ class Held:
         return self.measured_bytes - self.addressed_bytes
 
 
-def held(tensors: Iterable[Tensor]) -> Held:
+def storage_bytes(tensors: Iterable[Tensor]) -> Held:
     """What the tensors hold together. An element that several of them address counts once, as its storage does."""
     by_storage: dict[tuple[torch.device, int], list[Tensor]] = {}
     for tensor in tensors:
@@ -79,7 +79,7 @@ def measure(make: Callable[[], Any], device: torch.device | str) -> tuple[Any, H
     """
     before = allocated(device)
     cache = make()
-    found = held(tensors_of(cache))
+    found = storage_bytes(tensors_of(cache))
     after = allocated(device)
     if before is not None and after is not None:
         found = Held(after - before, after - before - found.pinned_bytes)

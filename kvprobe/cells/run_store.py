@@ -19,7 +19,7 @@ from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.decoder.model import Decoder
 from kvprobe.decoder.pool_kv_heads import share_heads
 from kvprobe.errors import KvprobeError
-from kvprobe.files.store import alone, disk_error
+from kvprobe.files.store import disk_error, try_lock
 from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
 from kvprobe.results.record import run_record
@@ -27,7 +27,7 @@ from kvprobe.results.result import Row
 from kvprobe.shape.parameters import attention_parameters
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.checkpoint import Snapshot, fingerprint
-from kvprobe.training.loop import Plan, restore_weights, seeded, train, validate, weights_of
+from kvprobe.training.loop import TrainConfig, restore_weights, seeded, train, validate, weights_of
 
 FORMAT = 1
 UPTRAINED = ("loss_before", "loss_pooled", "uptrain_steps", "loss_after")
@@ -65,7 +65,7 @@ def shape_row(config: DecoderConfig, *, bytes_per_element: int = 4) -> Row:
 
 
 @dataclass(frozen=True)
-class Cell:
+class TrainingRun:
     """One model to train: its shape, its corpus and its plan, whose seed draws the weights and orders the batches.
 
     With a multi-head ``parent`` the weights are not drawn: they are the parent's, heads pooled, and the plan goes on
@@ -74,8 +74,8 @@ class Cell:
 
     config: DecoderConfig
     corpus: Corpus
-    plan: Plan
-    parent: "Cell | None" = None
+    plan: TrainConfig
+    parent: "TrainingRun | None" = None
     device: str = "cpu"
 
     @property
@@ -107,14 +107,14 @@ class Cell:
         plural = "s" if self.config.n_kv_heads > 1 else ""
         return f"{self.config.n_kv_heads} KV head{plural}, seed {self.plan.seed}{kind}"
 
-    def uptrained(self, n_kv_heads: int, *, steps: int) -> "Cell":
+    def uptrained(self, n_kv_heads: int, *, steps: int) -> "TrainingRun":
         """The cell that shares this multi-head one's heads and trains on for ``steps``."""
         plan = replace(self.plan, steps=steps, skip=self.plan.skip + self.plan.steps)
         return replace(self, config=replace(self.config, n_kv_heads=n_kv_heads), plan=plan, parent=self)
 
 
 @dataclass(frozen=True)
-class Shelf:
+class RunStore:
     """The directory in which finished cells are kept, one small JSON file each, and cells under way beside them.
 
     Of a finished multi-head cell the weights are kept as well, so that it can be uptrained.
@@ -122,7 +122,7 @@ class Shelf:
 
     directory: Path
 
-    def read(self, cell: Cell) -> dict[str, Any] | None:
+    def read(self, cell: TrainingRun) -> dict[str, Any] | None:
         """What was found for ``cell``; None if it is not finished."""
         try:
             kept = json.loads(self._path(cell).read_text(encoding="utf-8"))
@@ -131,12 +131,12 @@ class Shelf:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
-    def finish(self, cell: Cell, *, progress: Progress = silent) -> dict[str, Any] | None:
+    def finish(self, cell: TrainingRun, *, progress: Progress = silent) -> dict[str, Any] | None:
         """Train ``cell``, or go on from where a kill left it, and keep it; None if another process is at it.
 
         What is kept: ``identity``, the ``row`` of the result, the fields of the training's history and the ``run``.
         """
-        with alone(self.directory / cell.name) as ours:
+        with try_lock(self.directory / cell.name) as ours:
             if not ours:
                 return None
             found = self.read(cell) or self._finish(cell, progress)
@@ -146,7 +146,7 @@ class Shelf:
                     self._snapshot(cell).remove()
             return found
 
-    def weights(self, cell: Cell) -> Decoder:
+    def weights(self, cell: TrainingRun) -> Decoder:
         """The decoder of a finished multi-head cell. Raises KvprobeError where its weights are not there any more."""
         kept = self._snapshot(cell).read()
         if kept is None:
@@ -161,7 +161,7 @@ class Shelf:
             raise self._snapshot(cell).foreign() from None
         return decoder.to(cell.device)
 
-    def _finish(self, cell: Cell, progress: Progress) -> dict[str, Any]:
+    def _finish(self, cell: TrainingRun, progress: Progress) -> dict[str, Any]:
         row: Row = {"n_kv_heads": cell.config.n_kv_heads, "seed": cell.plan.seed}
         if cell.parent is None:
             decoder, before = seeded(cell.config, seed=cell.plan.seed).to(cell.device), {}
@@ -189,7 +189,7 @@ class Shelf:
         kept: dict[str, Any] = json.loads(text)
         return kept
 
-    def _check_weights(self, cell: Cell, loss: float) -> None:
+    def _check_weights(self, cell: TrainingRun, loss: float) -> None:
         """Raise KvprobeError where the kept weights do not have the ``loss`` that the cell ended with."""
         kept = self.read(cell)
         # other threads and kernels round elsewhere
@@ -200,14 +200,14 @@ class Shelf:
                 "the cell is trained again"
             )
 
-    def _snapshot(self, cell: Cell) -> Snapshot:
+    def _snapshot(self, cell: TrainingRun) -> Snapshot:
         return Snapshot(self.directory / f"{cell.name}.safetensors", cell.identity)
 
-    def _path(self, cell: Cell) -> Path:
+    def _path(self, cell: TrainingRun) -> Path:
         return self.directory / f"{cell.name}.json"
 
 
-def _whole(kept: dict[str, Any], cell: Cell) -> bool:
+def _whole(kept: dict[str, Any], cell: TrainingRun) -> bool:
     """Whether ``kept`` is what was found for ``cell``, as far as that can be told."""
     row, validations = kept["row"], kept["validations"]
     losses = [row["best_val_loss"], *(loss for name, loss in row.items() if name.startswith("loss_"))]
@@ -225,7 +225,7 @@ def _whole(kept: dict[str, Any], cell: Cell) -> bool:
     )
 
 
-def finish_all(cells: Sequence[Cell], shelf: Shelf, *, progress: Progress = silent) -> list[dict[str, Any]]:
+def finish_all(cells: Sequence[TrainingRun], store: RunStore, *, progress: Progress = silent) -> list[dict[str, Any]]:
     """Finish every cell, those first that nobody is at. Two processes share the work; a dead one's cells are resumed.
 
     Raises ValueError for a cell whose parent is not among them: nobody would train it.
@@ -237,7 +237,7 @@ def finish_all(cells: Sequence[Cell], shelf: Shelf, *, progress: Progress = sile
     while True:
         for cell in cells:
             waits = cell.parent is not None and cell.parent.name not in kept
-            if cell.name not in kept and not waits and (found := shelf.finish(cell, progress=progress)) is not None:
+            if cell.name not in kept and not waits and (found := store.finish(cell, progress=progress)) is not None:
                 kept[cell.name] = found
         if len(kept) == len(cells):
             return [kept[cell.name] for cell in cells]

@@ -12,7 +12,7 @@ import sys
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
-def settle() -> None:
+def tune_process() -> None:
     """Collect garbage rarely, never at the end, and keep freed memory for the next tensor."""
     # importing torch and transformers makes a million objects that stay: a collector that walks them again and again,
     # and once more at the end, takes 1.5 s of a 12 s command

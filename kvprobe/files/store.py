@@ -54,7 +54,7 @@ def sha256(path: Path, *, progress: Progress = silent) -> str:
 def read_manifest(directory: Path) -> dict[str, Any] | None:
     """The manifest of a finished directory; None where there is none, or a file it names is missing or cut.
 
-    Compares sizes, which costs nothing; `damage` compares the checksums.
+    Compares sizes, which costs nothing; `verify` compares the checksums.
     """
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     return manifest if whole and all(whole) else None
 
 
-def damage(directory: Path, *, progress: Progress = silent) -> str | None:
+def verify(directory: Path, *, progress: Progress = silent) -> str | None:
     """What is wrong with a finished directory, file by file against its manifest's SHA-256; None if nothing is."""
     manifest = read_manifest(directory)
     if manifest is None:
@@ -119,7 +119,7 @@ def locked(target: Path, *, progress: Progress = silent) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(target: Path) -> Iterator[bool]:
+def try_lock(target: Path) -> Iterator[bool]:
     """Whether nobody else works on the file `target`, without waiting; nobody does until the block is left.
 
     The operating system lets go when the holder dies. Raises KvprobeError where the place cannot be written.
@@ -178,7 +178,7 @@ def _is_free(lock: Path, locks: contextlib.ExitStack) -> bool:
     return False
 
 
-def publish(target: Path, build: Callable[[Path], None], *, progress: Progress = silent) -> Path:
+def atomic_dir(target: Path, build: Callable[[Path], None], *, progress: Progress = silent) -> Path:
     """Makes the directory `target` by `build(directory)`, so that it is there whole or not at all.
 
     `build` fills a directory beside the target, which is renamed at the end; a target that is there already and whole
@@ -212,30 +212,30 @@ def disk_full(said: str, place: Path) -> bool:
     return "No space left" in said or shutil.disk_usage(place).free < 1 << 20
 
 
-def disk_error(error: OSError, target: Path, *, instead: str | None = None) -> KvprobeError:
-    """The same failure as one sentence about the place that could not be written, and what to do ``instead``."""
-    if instead is None and home() not in target.absolute().parents:
-        instead = "choose a place on another disk" if error.errno == errno.ENOSPC else "choose one that can be written"
+def disk_error(error: OSError, target: Path, *, hint: str | None = None) -> KvprobeError:
+    """The same failure as one sentence: the place that could not be written, and the ``hint`` what to do."""
+    if hint is None and home() not in target.absolute().parents:
+        hint = "choose a place on another disk" if error.errno == errno.ENOSPC else "choose one that can be written"
     if error.errno == errno.ENOSPC:
         free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
         return KvprobeError(
             f"the disk is full: {target.name} could not be written to {target.parent} ({free / 2**20:,.0f} MiB free); "
-            f"make room, or {instead or 'set KVPROBE_HOME to a directory on another disk'}"
+            f"make room, or {hint or 'set KVPROBE_HOME to a directory on another disk'}"
         )
     return KvprobeError(
         f"{target.name} could not be written to {target.parent}: {error.strerror or error}; "
-        f"{instead or 'set KVPROBE_HOME to a directory that can be written'}"
+        f"{hint or 'set KVPROBE_HOME to a directory that can be written'}"
     )
 
 
-def check_writable(target: Path, *, instead: str) -> None:
+def check_writable(target: Path, *, hint: str) -> None:
     """Raise KvprobeError if no file can be made where ``target`` shall be: before the work, and not after it."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
-        raise disk_error(error, target, instead=instead) from error
+        raise disk_error(error, target, hint=hint) from error
 
 
 # asks the kernel to kill this process with its parent, sees that it is not late, and becomes the command

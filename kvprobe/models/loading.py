@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError
 from kvprobe.files.jsonfile import read_object
-from kvprobe.files.store import MANIFEST, damage, home, read_manifest
+from kvprobe.files.store import MANIFEST, home, read_manifest, verify
 from kvprobe.models import arrivals, checkpoint_checks, headers, hub, pull
 from kvprobe.models.checkpoint_checks import quiet
 from kvprobe.progress import Progress, silent
@@ -149,7 +149,7 @@ def _refuse_damaged(found: Found, progress: Progress) -> None:
     """Refuses files that are not what the manifest says from which the revision comes; a conversion is made anew."""
     if found.source == "gguf" or read_manifest(found.directory) is None:
         return
-    if (wrong := damage(found.directory, progress=progress)) is not None:
+    if (wrong := verify(found.directory, progress=progress)) is not None:
         pulled = found.name in pull.CATALOGUE
         hint = f"`kvprobe pull {found.name}` fetches it again" if pulled else f"remove its {MANIFEST} if that is meant"
         raise KvprobeError(f"{found.name} is damaged: {wrong}; {hint}")

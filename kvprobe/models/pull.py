@@ -16,14 +16,14 @@ from pathlib import Path
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import (
     MANIFEST,
+    atomic_dir,
     check_writable,
-    damage,
     disk_full,
     home,
-    publish,
     read_manifest,
     run_watched,
     sha256,
+    verify,
     write_manifest,
 )
 from kvprobe.models.gguf_convert import convert
@@ -170,11 +170,11 @@ def pull(name: str, *, progress: Progress = silent) -> Path:
         raise KvprobeError(f"kvprobe pull does not know {name!r}; it knows {', '.join(CATALOGUE)}")
     target = place(name)
     if read_manifest(target) is not None:
-        if (wrong := damage(target, progress=progress)) is None:
+        if (wrong := verify(target, progress=progress)) is None:
             return target
         progress(f"{name} is damaged ({wrong}): fetching it again", 0, None)
         (target / MANIFEST).unlink()  # what is not whole is replaced
-    return publish(target, lambda directory: _build(item, directory, progress), progress=progress)
+    return atomic_dir(target, lambda directory: _build(item, directory, progress), progress=progress)
 
 
 def convert_once(gguf: Path, *, text: bool = True, progress: Progress = silent) -> Path:
@@ -185,7 +185,7 @@ def convert_once(gguf: Path, *, text: bool = True, progress: Progress = silent) 
     `kvprobe.models.gguf_convert.convert` does, for what the header shows before the file is read.
     """
     converted = home() / "gguf"
-    check_writable(converted / gguf.stem, instead="set KVPROBE_HOME to a directory that can be written")
+    check_writable(converted / gguf.stem, hint="set KVPROBE_HOME to a directory that can be written")
     files = describe(gguf, text=text).header.files
     checksums = {path.name: sha256(path, progress=progress) for path in files}
     (checksum,) = (
@@ -201,10 +201,10 @@ def convert_once(gguf: Path, *, text: bool = True, progress: Progress = silent) 
     manifest = read_manifest(target)
     # made when less of a file was carried over, or damaged since: what is not whole is replaced
     if manifest is not None and (
-        manifest.get("conversion") != CONVERSION or (text and damage(target, progress=progress))
+        manifest.get("conversion") != CONVERSION or (text and verify(target, progress=progress))
     ):
         (target / MANIFEST).unlink()
-    return publish(target, build, progress=progress)
+    return atomic_dir(target, build, progress=progress)
 
 
 def _build(item: Item, directory: Path, progress: Progress) -> None:

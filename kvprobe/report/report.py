@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from kvprobe.models.subject import Subject
 
 DEFAULT_TOKENS = 1024
-INSTEAD = "write the page to another place"
+HINT = "write the page to another place"
 # of the passage: windows, and contexts that are timed
 WINDOW_PARTS = (16, 8, 4, 2)
 CONTEXT_PARTS = (8, 2, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ReportConfig:
     """What a page measures: the passage, and how long each row of the speed section may take."""
 
     text: str = "bundled"
@@ -43,7 +43,7 @@ class Plan:
     seconds: float = 1.0
 
 
-def write(model: str, out: str | Path, plan: Plan | None = None, *, progress: Progress = silent) -> list[str]:
+def write(model: str, out: str | Path, config: ReportConfig | None = None, *, progress: Progress = silent) -> list[str]:
     """Write the page on ``model`` to ``out``, whole or not at all; returns the headings of the sections refused.
 
     ``tokens`` None are 1,024, or all positions of a model that has fewer. Raises KvprobeError for a model or text that
@@ -53,8 +53,8 @@ def write(model: str, out: str | Path, plan: Plan | None = None, *, progress: Pr
     out = Path(out)
     if not out.exists() or out.is_file():
         # a device is written into
-        check_writable(out.resolve(), instead=INSTEAD)
-    sections = measure(model, plan or Plan(), progress=progress)
+        check_writable(out.resolve(), hint=HINT)
+    sections = measure(model, config or ReportConfig(), progress=progress)
     # a refused section has no record
     shape = next((section for section in sections if section.record), None)
     if shape is None:
@@ -68,35 +68,41 @@ def write(model: str, out: str | Path, plan: Plan | None = None, *, progress: Pr
     try:
         write_whole(out, document(title, lead, sections))
     except OSError as error:
-        raise disk_error(error, out, instead=INSTEAD) from error
+        raise disk_error(error, out, hint=HINT) from error
     return [section.heading for section in sections if section.refused is not None]
 
 
-def measure(model: str, plan: Plan, *, progress: Progress = silent) -> list[Section]:
+def measure(model: str, config: ReportConfig, *, progress: Progress = silent) -> list[Section]:
     """All sections of the page, in order. Raises as :func:`write`."""
     from kvprobe.models import loading
     from kvprobe.models.subject import prepare
 
-    tokens = plan.tokens
+    tokens = config.tokens
     if tokens is None:
         limit = loading.load_spec(model, progress=progress).max_positions
         tokens = DEFAULT_TOKENS if limit is None else min(DEFAULT_TOKENS, limit)
     subject = prepare(
-        model, text=plan.text, tokens=tokens, bos=plan.bos, dtype=plan.dtype, device=plan.device, progress=progress
+        model,
+        text=config.text,
+        tokens=tokens,
+        bos=config.bos,
+        dtype=config.dtype,
+        device=config.device,
+        progress=progress,
     )
     sections = []
     for done, (anchor, heading, section) in enumerate(SECTIONS):
         progress("report", done, len(SECTIONS), "sections")
-        found = _or_why(section, subject, plan, progress)
+        found = _or_why(section, subject, config, progress)
         sections.append(Section(anchor=anchor, heading=heading, **found))
     progress("report", len(SECTIONS), len(SECTIONS), "sections")
     return sections
 
 
-def _or_why(section: "Measured", subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _or_why(section: "Measured", subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     """What the section found, or the reason why it found nothing."""
     try:
-        return section(subject, plan, progress)
+        return section(subject, config, progress)
     except (KvprobeError, ValueError, MemoryError) as error:
         return {"refused": str(error) or type(error).__name__}
     except RuntimeError as error:
@@ -106,7 +112,7 @@ def _or_why(section: "Measured", subject: "Subject", plan: Plan, progress: Progr
         return {"refused": f"out of memory: {str(error).splitlines()[0]}"}
 
 
-def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _shape(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.results.phrases import bos_of
     from kvprobe.results.record import run_record
     from kvprobe.shape.cache_bytes import describe
@@ -114,11 +120,11 @@ def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
 
     spec, loaded = subject.loaded.spec, subject.loaded
     count = None if spec.n_parameters is None else f"{spec.n_parameters:,}"
-    weights = None if spec.n_parameters is None else str(Amount(spec.n_parameters * DTYPE_BYTES[plan.dtype]))
+    weights = None if spec.n_parameters is None else str(Amount(spec.n_parameters * DTYPE_BYTES[config.dtype]))
     entries = {
         "family": spec.family,
         "parameters": count,
-        f"weights in {plan.dtype}": weights,
+        f"weights in {config.dtype}": weights,
         "layers": spec.n_layers,
         "query heads": spec.n_heads,
         "KV heads": spec.n_kv_heads,
@@ -129,7 +135,7 @@ def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
         "position encoding": spec.position + (f", θ = {spec.rope_theta:,g}" if spec.rope_theta else ""),
     }
     passage = subject.passage
-    record = run_record(subject.record(), seed=plan.seed)
+    record = run_record(subject.record(), seed=config.seed)
     return {
         "sentences": [
             f"{loaded.name} keeps {describe(spec)}.",
@@ -143,7 +149,7 @@ def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
     }
 
 
-def _bill(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _bill(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import cache
     from kvprobe.plots.cache import figure
     from kvprobe.shape.levers import growth as growth_of
@@ -175,12 +181,12 @@ def _bill(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _sinks(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _sinks(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import sinks
     from kvprobe.plots.sinks import figure
 
     queries_from = min(64, subject.passage.n_tokens // 2)
-    result = sinks.run(subject, queries_from=queries_from, seed=plan.seed, progress=progress)
+    result = sinks.run(subject, queries_from=queries_from, seed=config.seed, progress=progress)
     columns = [
         Column("layer", "layer"),
         Column("mass", "mass on token 0", _three),
@@ -205,12 +211,12 @@ def _sinks(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
     }
 
 
-def _window(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _window(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import window
     from kvprobe.plots.window import figure
 
     windows = [max(1, subject.passage.n_tokens // part) for part in WINDOW_PARTS]
-    result = window.run(subject, windows=[*dict.fromkeys(windows)], seed=plan.seed, progress=progress)
+    result = window.run(subject, windows=[*dict.fromkeys(windows)], seed=config.seed, progress=progress)
     return {
         "sentences": [f"{window.sentence(result)}."],
         "pictures": _both(lambda width: figure(result.rows, result.run, width=width, title=False), wide=5.5),
@@ -226,15 +232,15 @@ def _window(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any
     }
 
 
-def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _rank(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import lowrank
     from kvprobe.plots.lowrank import figure
     from kvprobe.results.phrases import fitted_to
     from kvprobe.text.texts import read_text
 
-    results = [lowrank.run(subject, seed=plan.seed, progress=progress)]
+    results = [lowrank.run(subject, seed=config.seed, progress=progress)]
     notes = []
-    settings: dict[str, Any] = {"ranks": results[0].run["ranks"], "basis": "heldout", "seed": plan.seed}
+    settings: dict[str, Any] = {"ranks": results[0].run["ranks"], "basis": "heldout", "seed": config.seed}
     other = read_text("manual" if subject.text.name != "manual" else "bundled")
     for fit_text, what in ((None, "later tokens of the same text"), (other, f"another text ({other.name})")):
         try:
@@ -264,13 +270,13 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _speed(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import latency
     from kvprobe.plots.latency import figure
     from kvprobe.results import phrases
 
     contexts = [*dict.fromkeys(max(2, subject.passage.n_tokens // part) for part in CONTEXT_PARTS)]
-    settings: dict[str, Any] = {"contexts": contexts, "seconds": plan.seconds, "seed": plan.seed}
+    settings: dict[str, Any] = {"contexts": contexts, "seconds": config.seconds, "seed": config.seed}
     result = latency.run(subject.loaded, **settings, progress=progress)
     run = result.run
     said = latency.sentence(result)
@@ -304,7 +310,7 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
     }
 
 
-Measured = Callable[["Subject", Plan, Progress], dict[str, Any]]
+Measured = Callable[["Subject", ReportConfig, Progress], dict[str, Any]]
 SECTIONS: Sequence[tuple[str, str, Measured]] = (
     ("model", "What the model is", _shape),
     ("bill", "What its cache costs", _bill),

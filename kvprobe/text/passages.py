@@ -13,7 +13,7 @@ from kvprobe.text.texts import Cut, Text, read_text
 from kvprobe.text.tokenizing import guarded, name_of
 
 __all__ = [
-    "Bos", "Passage", "Text", "Tokenizer", "control", "cut_before", "encode", "enough", "front_ids", "front_of",
+    "Bos", "Passage", "Text", "Tokenizer", "bos_ids", "control", "cut_before", "encode", "enough", "front_of",
     "heldout", "marks", "notices", "own_marks", "random_ids", "read_text", "repeat_ids", "run_record", "whole",
 ]  # fmt: skip
 
@@ -157,7 +157,7 @@ def encode(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto"
     KvprobeError where the text is too short or ``add`` meets a tokenizer without BOS; ValueError for an ``n_tokens``
     that leaves no room for text.
     """
-    front = front_ids(tokenizer, bos)
+    front = bos_ids(tokenizer, bos)
     if n_tokens <= len(front):
         raise ValueError(f"a passage needs at least {len(front) + 1} tokens here (BOS counts), got {n_tokens}")
     if offset < 0:
@@ -192,7 +192,7 @@ def whole(tokenizer: Tokenizer, text: Text, *, bos: Bos = "auto") -> Passage:
     known = marks(tokenizer)
     # as one piece: a tokenizer that puts a space before the text would put one before every piece
     content = _ids(tokenizer, text.text)
-    return _passage(text, front_of(content, front_ids(tokenizer, bos), known), content, bos=bos, marks=known)
+    return _passage(text, front_of(content, bos_ids(tokenizer, bos), known), content, bos=bos, marks=known)
 
 
 def of_ids(tokenizer: Tokenizer | None, ids: Any) -> Passage:
@@ -300,7 +300,7 @@ def _ids(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[int]
         return list(tokenizer(text, **given)["input_ids"])
 
 
-def front_ids(tokenizer: Tokenizer, bos: Bos) -> list[int]:
+def bos_ids(tokenizer: Tokenizer, bos: Bos) -> list[int]:
     """Ids to put before the text, found by watching the tokenizer: every family keeps that setting elsewhere."""
     if bos not in ("auto", "add", "drop"):
         raise ValueError(f"bos must be auto, add or drop, got {bos!r}")
@@ -333,7 +333,7 @@ def front_of(content: Sequence[int], front: list[int], marks: Container[int]) ->
 def marks(tokenizer: Tokenizer) -> frozenset[int]:
     """The ids that begin a sequence: what the tokenizer puts before a text by itself, and its BOS."""
     try:
-        front = front_ids(tokenizer, "auto")
+        front = bos_ids(tokenizer, "auto")
     except KvprobeError:
         # what it puts there cannot be told from the text
         front = []

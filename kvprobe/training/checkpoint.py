@@ -23,7 +23,7 @@ class Kind:
     key: str
     what: str
     run: str
-    remedy: str
+    hint: str
     afresh: str
 
 
@@ -31,7 +31,7 @@ TRAINING = Kind(
     key="kvprobe training",
     what="snapshot",
     run="training run",
-    remedy="remove it, and the training starts afresh",
+    hint="remove it, and the training starts afresh",
     afresh="remove it or move it",
 )
 
@@ -110,7 +110,7 @@ class Snapshot:
     def foreign(self) -> KvprobeError:
         """The refusal of a file that is none of this kind."""
         kind = self.kind
-        return KvprobeError(f"{self.path} is no {kind.what} of a {kind.run} that this version reads: {kind.remedy}")
+        return KvprobeError(f"{self.path} is no {kind.what} of a {kind.run} that this version reads: {kind.hint}")
 
     @property
     def _partial(self) -> Path:

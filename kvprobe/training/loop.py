@@ -1,7 +1,7 @@
 """How is a small decoder trained, so that the same seed gives the same bits, also after a kill? One plain loop.
 
     decoder = seeded(config, seed=0)
-    history = train(decoder, corpus, Plan(steps=600))
+    history = train(decoder, corpus, TrainConfig(steps=600))
 
 AdamW over cross-entropy in nat per token. A step reads its batch in parts whose activations stay in the processor's
 cache and adds up their gradients. What a step reads depends on the seed and its number alone
@@ -31,7 +31,7 @@ SNAPSHOT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainConfig:
     """How to train; the defaults are the published protocol (AdamW at a constant rate, no decay, no clipping).
 
     ``batch`` windows a step, ``micro_batch`` of them at a time. The rate rises over ``warm_up`` steps to
@@ -120,7 +120,7 @@ def seeded(config: DecoderConfig, *, seed: int) -> Decoder:
         return Decoder(config)
 
 
-def check(config: DecoderConfig, corpus: Corpus, plan: Plan) -> None:
+def check(config: DecoderConfig, corpus: Corpus, plan: TrainConfig) -> None:
     """Refuse before the first step what cannot be trained. Raises ValueError and KvprobeError, with the value."""
     if corpus.vocab > config.vocab:
         raise KvprobeError(f"{corpus.name} has a vocabulary of {corpus.vocab:,}, the model one of {config.vocab:,}")
@@ -133,7 +133,7 @@ def check(config: DecoderConfig, corpus: Corpus, plan: Plan) -> None:
 def train(
     decoder: Decoder,
     corpus: Corpus,
-    plan: Plan,
+    plan: TrainConfig,
     *,
     snapshot: Snapshot | None = None,
     snapshot_every: int = 50,
@@ -201,7 +201,7 @@ def train(
     return history
 
 
-def _check_finite(kind: str, loss: float, step: int, plan: Plan) -> None:
+def _check_finite(kind: str, loss: float, step: int, plan: TrainConfig) -> None:
     if not math.isfinite(loss):
         raise KvprobeError(
             f"the {kind} loss is not finite at step {step + 1} (rate {plan.rate(step):g}, {plan.dtype}): "
@@ -209,7 +209,7 @@ def _check_finite(kind: str, loss: float, step: int, plan: Plan) -> None:
         )
 
 
-def gradients(decoder: Decoder, windows: Tensor, plan: Plan) -> float:
+def gradients(decoder: Decoder, windows: Tensor, plan: TrainConfig) -> float:
     """Add the gradients of the mean loss of ``windows`` ``[batch, length + 1]``; returns that loss."""
     total = 0.0
     for part in windows.split(plan.micro_batch):
@@ -220,7 +220,7 @@ def gradients(decoder: Decoder, windows: Tensor, plan: Plan) -> float:
 
 
 @torch.no_grad()
-def validate(decoder: Decoder, corpus: Corpus, plan: Plan) -> float:
+def validate(decoder: Decoder, corpus: Corpus, plan: TrainConfig) -> float:
     """The mean loss in nat per token over all validation windows, summed in float64."""
     windows = corpus.valid_windows()
     # no_grad and not inference_mode, whose tensors (the table of angles is kept) later steps could not differentiate

@@ -25,7 +25,7 @@ from kvprobe.results.result import Result
 from support.models import write_random
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\alpha$"
-FAST = report.Plan(tokens=48, seconds=0.01)
+FAST = report.ReportConfig(tokens=48, seconds=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,10 @@ cli.main()
 
 
 def test_a_model_or_text_that_cannot_be_had_leaves_no_page(llama, tmp_path):
-    for model, plan in ((str(tmp_path / "nosuch"), FAST), (str(llama), report.Plan(text=str(tmp_path / "no.txt")))):
+    for model, plan in (
+        (str(tmp_path / "nosuch"), FAST),
+        (str(llama), report.ReportConfig(text=str(tmp_path / "no.txt"))),
+    ):
         with pytest.raises(KvprobeError):
             report.write(model, tmp_path / "a.html", plan)
     assert not (tmp_path / "a.html").exists()
