@@ -213,7 +213,7 @@ def _path(name: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise KvprobeError(f"{name!r} is of a user who has no home; {_here()}") from None
+        raise KvprobeError(f"{name!r} names a user who has no home directory; {_here()}") from None
 
 
 def available() -> list[dict[str, Any]]:

@@ -185,7 +185,7 @@ def convert_once(gguf: Path, *, text: bool = True, progress: Progress = silent) 
     `kvprobe.models.gguf_convert.convert` does, for what the header shows before the file is read.
     """
     converted = home() / "gguf"
-    check_writable(converted / gguf.stem, hint="set KVPROBE_HOME to a directory that can be written")
+    check_writable(converted / gguf.stem, hint="set KVPROBE_HOME to a writable directory")
     files = describe(gguf, text=text).header.files
     checksums = {path.name: sha256(path, progress=progress) for path in files}
     (checksum,) = (

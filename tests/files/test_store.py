@@ -157,7 +157,7 @@ def test_a_home_of_no_user_is_one_line(main, monkeypatch):
         done = main(*arguments)
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
-        assert line.startswith("kvprobe: KVPROBE_HOME is '~nosuchuser/x', of a user who has no home: set it to")
+        assert line.startswith("kvprobe: KVPROBE_HOME is '~nosuchuser/x', whose user has no home directory: set it to")
 
 
 def test_a_home_that_is_a_file_is_one_line(main, tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_a_home_that_is_a_file_is_one_line(main, tmp_path, monkeypatch):
     done = main("pull", "gpt2-tokenizer", "--quiet")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.endswith("Not a directory; set KVPROBE_HOME to a directory that can be written")
+    assert line.endswith("Not a directory; set KVPROBE_HOME to a writable directory")
 
 
 def test_a_home_may_be_relative_and_an_empty_one_is_none(tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def test_a_header_gives_the_type_shape_and_file_of_every_tensor(tmp_path):
         ({**GOOD, "d": 5}, "m says nothing of d that a tensor needs"),
         ([1], "m has a header that is no JSON object"),
         (b"{]", "m has a header that is not JSON"),
-        (b'{"a": {}, "a": {}}', "m has a header that is not JSON: the key 'a' stands twice"),
+        (b'{"a": {}, "a": {}}', "m has a header that is not JSON: the key 'a' appears twice"),
         (b"\xff\xfe{}", "m has a header that"),
         (b"[" * 50_000, "m has a header that is nested too deeply"),
         (b'{"a":' * 50_000, "m has a header that is nested too deeply"),
