@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 INTERRUPT, TERMINATE = 2, 15
 SAID = {INTERRUPT: "kvprobe: interrupted", TERMINATE: "kvprobe: terminated"}
-## the program that was started, before its arguments: `kvprobe …`, `python -m kvprobe …`
+# the program that was started, before its arguments: `kvprobe …`, `python -m kvprobe …`
 STARTED = "".join(sys.orig_argv[-len(sys.argv) :][:1]).replace("\\", "/").rpartition("/")[2]
 IS_PROGRAM = STARTED in ("kvprobe", "kvprobe.exe", "-mkvprobe")
 
 
 def _leave(number: int) -> None:
-    ## a progress bar has hidden the terminal's cursor
+    # a progress bar has hidden the terminal's cursor
     line = ("\x1b[?25h" if os.isatty(2) else "") + SAID[number] + "\n"
     try:
         os.write(2, line.encode())
@@ -36,7 +36,7 @@ except KeyboardInterrupt:
         _leave(INTERRUPT)
     raise
 
-## only these defaults are replaced: a process in the background ignores Ctrl-C and must go on doing so
+# only these defaults are replaced: a process in the background ignores Ctrl-C and must go on doing so
 DEFAULTS: "dict[int, signal._HANDLER]" = {INTERRUPT: signal.default_int_handler, TERMINATE: signal.SIG_DFL}
 
 
@@ -59,7 +59,7 @@ def _importing(frame: "FrameType | None") -> bool:
 
 
 def _note(number: int, frame: "FrameType | None") -> None:
-    ## an import leaves nothing half-written, and interrupting one may abort the process
+    # an import leaves nothing half-written, and interrupting one may abort the process
     if _seen or not _has_work or _importing(frame):
         _leave(number)
     _seen.append(number)
@@ -75,7 +75,7 @@ def guard() -> None:
             if signal.getsignal(number) is default:
                 signal.signal(number, _note)
     except ValueError:
-        ## only the main thread may set handlers, and only it is interrupted
+        # only the main thread may set handlers, and only it is interrupted
         pass
 
 
@@ -99,7 +99,7 @@ def work() -> "Callable[[], None]":
     unraisable = sys.unraisablehook
 
     def swallowed(what: "sys.UnraisableHookArgs") -> None:
-        ## Python drops what is raised in a finalizer or a callback from C; the signal is recorded, so not lost
+        # Python drops what is raised in a finalizer or a callback from C; the signal is recorded, so not lost
         if not (_seen and isinstance(what.exc_value, KeyboardInterrupt)):
             unraisable(what)
 
@@ -109,7 +109,7 @@ def work() -> "Callable[[], None]":
         sys.unraisablehook = unraisable
 
     sys.unraisablehook = swallowed
-    ## also while the interpreter shuts down
+    # also while the interpreter shuts down
     atexit.unregister(guard)
     atexit.register(guard)
     _has_work = True
@@ -128,12 +128,12 @@ def check() -> None:
 
 
 def _over() -> None:
-    ## nothing is left to interrupt
+    # nothing is left to interrupt
     if signal.getsignal(INTERRUPT) is _note:
         signal.signal(INTERRUPT, signal.SIG_IGN)
 
 
 if IS_PROGRAM:
     guard()
-    ## registered first, called last
+    # registered first, called last
     atexit.register(_over)

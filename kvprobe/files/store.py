@@ -66,7 +66,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
             and (directory / name).is_file()
             for name, of in files.items()
         ]
-    ## whatever a damaged entry holds, it must not stop work on the others
+    # whatever a damaged entry holds, it must not stop work on the others
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return manifest if checked and all(checked) else None
@@ -139,7 +139,7 @@ def try_lock(target: Path) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
-        ## two processes that meet at this moment may both go on: writes are atomic, and both write the same
+        # two processes that meet at this moment may both go on: writes are atomic, and both write the same
         with contextlib.suppress(OSError):
             place.unlink()
 
@@ -149,7 +149,7 @@ def sweep(folder: Path) -> None:
     for stale in folder.glob(".*.partial*"):
         name = stale.name[1:].rpartition(".partial")[0]
         with contextlib.ExitStack() as locks:
-            ## a training run locks its name; its weights are in a file of that name with a suffix
+            # a training run locks its name; its weights are in a file of that name with a suffix
             if all(_is_free(folder / f".{stem}.lock", locks) for stem in {name, name.removesuffix(".safetensors")}):
                 if stale.is_dir():
                     shutil.rmtree(stale, ignore_errors=True)
@@ -237,7 +237,7 @@ def check_writable(target: Path, *, hint: str) -> None:
         raise disk_error(error, target, hint=hint) from error
 
 
-## asks the kernel to kill this process with its parent, checks that the parent still lives, and becomes the command
+# asks the kernel to kill this process with its parent, checks that the parent still lives, and becomes the command
 _TIED = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -31,7 +31,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             _is_ours(file)
             file.write(data)
-        ## mkstemp makes private files; a result should be as readable as any file the user writes
+        # mkstemp makes private files; a result should be as readable as any file the user writes
         umask = os.umask(0)
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)
@@ -45,7 +45,7 @@ def sweep_temporaries(folder: Path) -> None:
     """Remove what runs killed inside `write_whole` left in a folder."""
     for stale in folder.glob(f"{_TEMPORARY}*-*"):
         owner = stale.name.removeprefix(_TEMPORARY).partition("-")[0]
-        ## another run may sweep too, and a file that cannot be removed must not stop the write
+        # another run may sweep too, and a file that cannot be removed must not stop the write
         with suppress(OSError):
             if owner.isdecimal() and not _lives(int(owner)):
                 with stale.open("r+b") as file:

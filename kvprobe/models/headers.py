@@ -83,7 +83,7 @@ def read_header(path: Path, what: str) -> dict[str, Tensor]:
             raise KvprobeError(f"{what} has a header of {length:,} bytes, more than {LIMIT:,}")
         header = parse_json(file.read(length), f"{what} has a header that", unique=True)
     if not isinstance(header, dict):
-        raise KvprobeError(f"{what} has a header that is no JSON object")
+        raise KvprobeError(f"{what} has a header that is not a JSON object")
     header.pop("__metadata__", None)
     places = []
     found = {}

@@ -109,8 +109,8 @@ def test_a_spectrum_says_the_ranks_of_its_rows(subject):
     [
         (0.1, 0.25, 0.4, "rises by 0.250 nat a token (95 % interval +0.100 to +0.400)"),
         (-0.4, -0.25, -0.1, "falls by 0.250 nat a token (95 % interval −0.400 to −0.100)"),
-        (-0.1, 0.25, 0.4, "is not told apart from the untouched pass (+0.250 nat a token, "),
-        (-0.4, -0.25, 0.1, "is not told apart from the untouched pass (−0.250 nat a token, "),
+        (-0.1, 0.25, 0.4, "does not differ measurably from the full pass (+0.250 nat a token, "),
+        (-0.4, -0.25, 0.1, "does not differ measurably from the full pass (−0.250 nat a token, "),
     ],
 )
 def test_a_sentence_claims_no_more_than_the_interval(low, delta, high, said):

@@ -57,7 +57,7 @@ def test_a_header_gives_the_type_shape_and_file_of_every_tensor(tmp_path):
         (changed("b", data_offsets=[22, 24]), "m has b at byte 22 of the data, where 24 is free next"),
         (changed("b", data_offsets=[26, 28]), "of the data, where 24 is free next"),
         ({**GOOD, "d": 5}, "m says nothing of d that a tensor needs"),
-        ([1], "m has a header that is no JSON object"),
+        ([1], "m has a header that is not a JSON object"),
         (b"{]", "m has a header that is not JSON"),
         (b'{"a": {}, "a": {}}', "m has a header that is not JSON: the key 'a' appears twice"),
         (b"\xff\xfe{}", "m has a header that"),

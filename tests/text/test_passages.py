@@ -158,7 +158,7 @@ def test_a_vocabulary_that_joins_words_still_gives_the_slice_of_the_whole() -> N
 def test_the_last_token_of_a_text_can_be_had_and_no_more(plain: Any) -> None:
     found = len(ids_of(plain, BUNDLED))
     assert encode(plain, a_text(BUNDLED), n_tokens=found, bos="drop").n_tokens == found
-    with pytest.raises(KvprobeError, match=f"a is too short: {found + 1} tokens need {found + 1} .* it holds {found};"):
+    with pytest.raises(KvprobeError, match=f"a is too short: {found + 1} tokens need {found + 1} .* it has {found};"):
         encode(plain, a_text(BUNDLED), n_tokens=found + 1)
     with pytest.raises(KvprobeError, match=f"need {found + 2} .* it holds {found + 1};"):
         encode(plain, a_text(BUNDLED), n_tokens=found + 2, bos="add")
