@@ -176,7 +176,7 @@ def test_uptraining_goes_on_with_the_batches_that_the_parent_would_have_read_nex
 
 def test_a_cell_without_its_parent_is_refused(tmp_path):
     (whole,) = cells(corpus(), TINY, kv_heads=(8,), seeds=(0,))
-    with pytest.raises(ValueError, match="the multi-head cell that 1 KV head, seed 0, uptrained goes on from is not"):
+    with pytest.raises(ValueError, match="the multi-head cell from which 1 KV head, seed 0, uptrained continues is"):
         finish_all([whole.uptrained(1, steps=1)], RunStore(tmp_path))
 
 

@@ -259,7 +259,7 @@ def test_a_validation_that_is_not_finite_is_named_too(monkeypatch):
         ({"schedule": "linear"}, "schedule must be one of constant, cosine, got 'linear'"),
         ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, got 'float16'"),
         ({"skip": -1}, "skip must be at least 0 batches, got -1"),
-        ({"floor": 1.5}, "floor must be between 0 and 1 of the rate, got 1.5"),
+        ({"floor": 1.5}, "floor must be between 0 and 1 times the rate, got 1.5"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(settings, words):
