@@ -1,6 +1,6 @@
-"""What is to be said of one model? Its shape, bill, sinks, window, rank and speed, on a page that needs no other file.
+"""What is there to say about one model? Shape, bill, sinks, window, rank and speed, on one self-contained page.
 
-The model is loaded once. A section that the family refuses says why, and the others go on.
+The model is loaded once. A section that its family does not allow says why, and the others follow.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 1024
 HINT = "write the page to another place"
-# of the passage: windows, and contexts that are timed
+# windows and timed contexts, as parts of the passage
 WINDOW_PARTS = (16, 8, 4, 2)
 CONTEXT_PARTS = (8, 2, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """What a page measures: the passage, and how long each row of the speed section may take."""
+    """What a page measures: a passage, and how many seconds each row of the speed section may take."""
 
     text: str = "bundled"
     tokens: int | None = None
@@ -44,11 +44,11 @@ class ReportConfig:
 
 
 def write(model: str, out: str | Path, config: ReportConfig | None = None, *, progress: Progress = silent) -> list[str]:
-    """Write the page on ``model`` to ``out``, whole or not at all; returns the headings of the sections refused.
+    """Write the page about ``model`` to ``out``, whole or not at all; returns the headings of refused sections.
 
-    ``tokens`` None are 1,024, or all positions of a model that has fewer. Raises KvprobeError for a model or text that
-    cannot be had and where nothing can be written, before anything is measured: then, as after a kill or on a full
-    disk, ``out`` is as it was.
+    ``tokens`` None means 1,024, or all positions of a model that has fewer. Raises KvprobeError, before anything is
+    measured, for a model or text that cannot be loaded and if ``out`` cannot be written. Then, as after a kill or on a
+    full disk, ``out`` is as it was.
     """
     out = Path(out)
     if not out.exists() or out.is_file():
@@ -93,20 +93,20 @@ def measure(model: str, config: ReportConfig, *, progress: Progress = silent) ->
     sections = []
     for done, (anchor, heading, section) in enumerate(SECTIONS):
         progress("report", done, len(SECTIONS), "sections")
-        found = _or_why(section, subject, config, progress)
-        sections.append(Section(anchor=anchor, heading=heading, **found))
+        content = _or_why(section, subject, config, progress)
+        sections.append(Section(anchor=anchor, heading=heading, **content))
     progress("report", len(SECTIONS), len(SECTIONS), "sections")
     return sections
 
 
 def _or_why(section: "Measured", subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
-    """What the section found, or the reason why it found nothing."""
+    """What the section found, or why it was refused."""
     try:
         return section(subject, config, progress)
     except (KvprobeError, ValueError, MemoryError) as error:
         return {"refused": str(error) or type(error).__name__}
     except RuntimeError as error:
-        # torch has no type of its own for a processor's memory
+        # torch has no error type for a CPU out of memory
         if "allocate memory" not in str(error) and "out of memory" not in str(error).lower():
             raise
         return {"refused": f"out of memory: {str(error).splitlines()[0]}"}
@@ -139,11 +139,11 @@ def _shape(subject: "Subject", config: ReportConfig, progress: Progress) -> dict
     return {
         "sentences": [
             f"{loaded.name} keeps {describe(spec)}.",
-            f"Everything below that reads text read {passage.n_tokens:,} tokens of {passage.name} ({bos_of(record)}).",
+            f"All sections below that read text read {passage.n_tokens:,} tokens of {passage.name} ({bos_of(record)}).",
             *(f"{said}." for said in notices(passage)),
         ],
         "columns": [Column("property", "property"), Column("value", "value")],
-        # one kind a column: these values are words and numbers
+        # as texts, since this column mixes words and numbers
         "rows": [{"property": name, "value": plain(value)} for name, value in entries.items()],
         "record": record,
     }
@@ -163,8 +163,7 @@ def _bill(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
     return {
         "sentences": [
             f"{cache.sentence(result)}.",
-            "A bill is arithmetic on the model's shape: what a lever costs in loss stands in the sections below, for "
-            "those that are measured there.",
+            "A bill is arithmetic on the model's shape; the sections below measure what some of the levers cost.",
         ],
         "pictures": _both(lambda width: figure(growth, rows, result.run, width=width, title=False)),
         "caption": f"The cache by context, and what each lever leaves of it at {longest:,} tokens.",
@@ -189,21 +188,21 @@ def _sinks(subject: "Subject", config: ReportConfig, progress: Progress) -> dict
     result = sinks.run(subject, queries_from=queries_from, seed=config.seed, progress=progress)
     columns = [
         Column("layer", "layer"),
-        Column("mass", "mass on token 0", _three),
-        Column("uniform", "if spread evenly", _three),
+        Column("mass", "mass on token 0", _thousandths),
+        Column("uniform", "if spread evenly", _thousandths),
         Column("sink_rate", f"heads above {result.run['epsilon']:g}", _percent),
         Column("top_position", "heaviest position"),
         Column("top_token", "its token"),
-        Column("top_mass", "its mass", _three),
+        Column("top_mass", "its mass", _thousandths),
         Column("window", "own window"),
     ]
-    # a column of dashes says nothing
+    # a column of dashes tells nothing
     columns = [column for column in columns if any(row[column.field] is not None for row in result.rows)]
     foot = dict.fromkeys(result.rows[0]) | {"layer": "all", **{k: result.run[k] for k in ("mass", "sink_rate")}}
     return {
         "sentences": [f"{sinks.sentence(result)}."],
         "pictures": _both(lambda width: figure(result.rows, result.run, width=width, title=False)),
-        "caption": "Attention on token 0 by layer, beside what it would be if spread evenly, and by layer and head.",
+        "caption": "Attention on token 0 by layer, with what it would be if spread evenly, and by layer and head.",
         "columns": columns,
         "rows": result.rows,
         "foot": foot,
@@ -290,17 +289,17 @@ def _speed(subject: "Subject", config: ReportConfig, progress: Progress) -> dict
         ],
         "pictures": _both(lambda width: figure(result.rows, run, width=width, title=False)),
         "caption": phrases.said(
-            "Milliseconds a token by context, with a cache and without, and both under the machine's own roof", run
+            "Milliseconds a token by context, with and without a cache, and both under the machine's own roofline", run
         )
         + ".",
         "columns": [
             Column("phase", "phase"),
             Column("context", "context (tokens)"),
-            Column("ms_median", "ms, median", _one),
-            Column("ms_low", "lower quartile", _one),
-            Column("ms_high", "upper quartile", _one),
-            Column("tokens_per_s", "tokens/s", _one),
-            Column("intensity", "FLOP/B", _one),
+            Column("ms_median", "ms, median", _tenths),
+            Column("ms_low", "lower quartile", _tenths),
+            Column("ms_high", "upper quartile", _tenths),
+            Column("tokens_per_s", "tokens/s", _tenths),
+            Column("intensity", "FLOP/B", _tenths),
             Column("bound", "bound by"),
             Column("fraction_of_ceiling", "of what that allows", lambda value: f"{value:.0%}"),
         ],
@@ -315,14 +314,14 @@ SECTIONS: Sequence[tuple[str, str, Measured]] = (
     ("model", "What the model is", _shape),
     ("bill", "What its cache costs", _bill),
     ("sinks", "Its attention sinks", _sinks),
-    ("window", "How small a window it bears", _window),
-    ("rank", "How small a rank it bears", _rank),
+    ("window", "Loss by window size", _window),
+    ("rank", "Loss by rank", _rank),
     ("speed", "Its speed on this machine", _speed),
 )
 
 
 def _both(draw: Callable[[float], "Figure"], wide: float | None = None) -> tuple["Figure", "Figure"]:
-    """The same figure for a wide and for a narrow page."""
+    """The same figure for a wide and a narrow page."""
     from kvprobe.plots.style import ONE_COLUMN, TWO_COLUMNS
 
     return draw(wide or TWO_COLUMNS), draw(ONE_COLUMN)
@@ -330,7 +329,7 @@ def _both(draw: Callable[[float], "Figure"], wide: float | None = None) -> tuple
 
 def _losses() -> list[Column]:
     return [
-        Column("loss", "loss (nat)", _three),
+        Column("loss", "loss (nat)", _thousandths),
         Column("perplexity", "perplexity", lambda value: f"{value:,.1f}"),
         Column("delta", "beyond full (nat)", _signed),
         Column("delta_low", "95 % from", _signed),
@@ -338,7 +337,7 @@ def _losses() -> list[Column]:
     ]
 
 
-def _three(value: float) -> str:
+def _thousandths(value: float) -> str:
     return f"{value:.3f}"
 
 
@@ -346,7 +345,7 @@ def _signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "−")
 
 
-def _one(value: float) -> str:
+def _tenths(value: float) -> str:
     return f"{value:,.1f}"
 
 

@@ -300,7 +300,7 @@ def test_the_relief_sentence_leaves_out_what_saw_the_scored_tokens():
     rows.append(row("b", None, 50, -0.05))
     said = relief.sentence(Result("relief_map", rows, RUN))
     assert "of 2 levers that never saw the scored tokens the smallest cache" in said
-    assert "is b, 2.0 times smaller: there the loss is not told apart" in said
+    assert "is b, 2.0 times smaller: there the loss does not differ" in said
     assert "none takes less memory" in relief.sentence(Result("relief_map", rows[:3], RUN))
     rows.append(row("rank 8, heldout basis", "heldout", 20, -0.05))
     assert "is rank 8, heldout basis (of later tokens of the same text), 5.0 times" in relief.sentence(

@@ -151,7 +151,7 @@ def test_a_passage_of_a_cut_text_is_that_of_the_whole(tmp_path, letters):
         assert make(letters, part, n_tokens=900).ids.tolist() == make(letters, all_of_it, n_tokens=900).ids.tolist()
     most = BLOCK - passages.MARGIN
     assert encode(letters, part, n_tokens=most).ids.tolist() == encode(letters, all_of_it, n_tokens=most).ids.tolist()
-    with pytest.raises(KvprobeError, match=rf"holds {most} \(cut: 65,536 bytes of 196,608\)"):
+    with pytest.raises(KvprobeError, match=rf"has {most} \(cut: 65,536 bytes of 196,608\)"):
         encode(letters, part, n_tokens=most + 1)
 
 
