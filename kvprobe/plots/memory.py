@@ -39,10 +39,10 @@ def draw_growth(rows: list[Row], ax: Axes) -> Axes:
     Rows need ``cache``, ``context``, ``formula_bytes``, ``measured_bytes``.
     """
     for i, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
-        mine = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
+        points = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
         ax.plot(
-            [row["context"] for row in mine],
-            [row["measured_bytes"] / MIB for row in mine],
+            [row["context"] for row in points],
+            [row["measured_bytes"] / MIB for row in points],
             **look(i) | {"markersize": 7 - i, "markerfacecolor": "none"},
             label=cache,
         )

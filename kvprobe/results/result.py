@@ -107,9 +107,9 @@ class Result:
 
     @classmethod
     def load(cls, path: str | Path) -> "Result":
-        """The result that :meth:`save`, or ``--out`` with ``--format json``, wrote: ``STEM`` or ``STEM.json``.
+        """The result that :meth:`save`, or ``--out`` with ``--format json``, wrote to ``STEM.json``, by either name.
 
-        Raises KvprobeError for a file that cannot be read or holds anything else.
+        Raises KvprobeError for a file that cannot be read or is not a result.
         """
         path = Path(path)
         path = path if path.suffix == ".json" else path.with_name(path.name + ".json")

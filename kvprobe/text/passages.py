@@ -193,9 +193,9 @@ def whole(tokenizer: Tokenizer, text: Text, *, bos: Bos = "auto") -> Passage:
 
 
 def of_ids(tokenizer: Tokenizer | None, ids: Any) -> Passage:
-    """Ids as they are given, ``[n_tokens]``: at least two whole numbers from 0 on, else ValueError.
+    """Given ids as a passage, int ``[n_tokens]``. Raises ValueError for fewer than two, and for negative ones.
 
-    The tokenizer says which of them are marks; without one none is.
+    The tokenizer says which of them are marks; without a tokenizer none are.
     """
     given = torch.as_tensor(ids)
     if given.ndim != 1 or len(given) < 2 or given.is_floating_point() or given.dtype == torch.bool or given.min() < 0:

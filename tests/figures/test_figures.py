@@ -400,7 +400,7 @@ def test_the_relief_map_is_the_rows_and_its_front_the_flagged_ones():
     ax = relief.draw(RELIEF, axes())
     marks = {name: (x, y) for name, (x, y, _) in bars_of(ax).items()}
     assert marks["as it is"] == ([4096.0], [3.0])
-    assert marks["rank, basis of later tokens of the same text"] == ([2048.0], [3.4])
+    assert marks["rank, basis of later tokens"] == ([2048.0], [3.4])
     (front,) = (line for line in ax.lines if line.get_label().startswith("front"))
     assert front.get_xydata().tolist() == [[1024, 3.2], [2000, 3.1], [4096, 3.0]]
     assert sorted(text.get_text() for text in ax.texts) == ["4", "4", "8"]
@@ -422,7 +422,7 @@ def test_quality_by_cache_is_the_summary_and_every_seed():
         ({"protocol": "not the published protocol"}, "letters, 9 steps, not the published protocol"),
         (
             {"protocol": PUBLISHED, "missing": ["1 KV head, seed 1"] * 3},
-            "not finished: 3 more models are to be trained",
+            "not finished: 3 more models to train",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_an_adapter_says_whose_it_is_and_how_to_merge(base, llama, tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
     told = refusal(adapter, UnsupportedModelError)
     assert told.startswith("my-lora is an adapter of ")
-    assert "Llama-3.1-8B, and no model by itself" in told
+    assert "Llama-3.1-8B, not a model by itself" in told
     assert "merge_and_unload().save_pretrained" in told
     assert "someone" not in told
     # beside whole weights too: with peft at hand transformers would put it on top
@@ -83,9 +83,9 @@ def test_an_encoder_is_not_a_causal_model(gpt2_tokenizer_files, tmp_path):
         ({"model_type": "bert"}, "bert is an encoder"),
         ({"model_type": "roberta", "is_decoder": False}, "roberta is an encoder"),
         ({"model_type": "bart"}, "bart is an encoder with a decoder"),
-        ({"model_type": "t5"}, "no such class of its family"),
-        ({"model_type": "vit"}, "no such class of its family"),
-        ({"model_type": "modernbert"}, "no such class of its family"),
+        ({"model_type": "t5"}, "has no class for it"),
+        ({"model_type": "vit"}, "has no class for it"),
+        ({"model_type": "modernbert"}, "has no class for it"),
         ({"model_type": "xlnet"}, "xlnet reads a text from both sides"),
         ({"model_type": "llama", "is_encoder_decoder": True}, "llama is an encoder with a decoder"),
         ({"model_type": "qwen2", "is_causal": False}, "says False for is_causal"),
@@ -336,7 +336,7 @@ def test_a_flipped_bit_under_a_manifest_is_refused_and_a_whole_directory_is_not(
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(
-        KvprobeError, match=r"is damaged: model.safetensors has the SHA-256 .*; remove its kvprobe.json"
+        KvprobeError, match=r"is damaged: model.safetensors has the SHA-256 .*; if intended, remove its kvprobe.json"
     ):
         loading.load(str(llama), device="cpu")
     (llama / "kvprobe.json").unlink()
@@ -384,7 +384,7 @@ def test_weights_of_which_some_are_missing_are_named(llama):
     (llama / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     assert loading.load(str(llama), device="cpu").spec.n_layers == 3
     (llama / "model-00002-of-00002.safetensors").unlink()
-    assert "llama is not whole: model-00002-of-00002.safetensors is missing" in refusal(llama)
+    assert "llama is incomplete: model-00002-of-00002.safetensors is missing" in refusal(llama)
 
 
 # --- names that are no model's
@@ -396,7 +396,7 @@ def test_a_name_that_cannot_be_a_model_says_why(own_home, tmp_path, tiny_llama, 
     shutil.copytree(tiny_llama, foreign)
     for name, why in {
         "": "the name of the model is empty",
-        str(tmp_path / "notes.txt"): "is a file; of files only those that end in .gguf are models",
+        str(tmp_path / "notes.txt"): "is a file, and only files that end in .gguf are models",
         str(foreign): "is not UTF-8: rename it",
     }.items():
         done = main("sinks", name)

@@ -113,9 +113,9 @@ def test_another_runs_snapshot_is_refused_with_what_differs(tmp_path):
     with pytest.raises(KvprobeError, match="belongs to another training run: seed is 1 there and 2 here; remove it"):
         Snapshot(place, {"seed": 2, "heads": 8}).read()
     place.write_bytes(b"something else")
-    with pytest.raises(KvprobeError, match=r"run\.safetensors is no snapshot"):
+    with pytest.raises(KvprobeError, match=r"run\.safetensors is not a snapshot"):
         Snapshot(place).read()
-    with pytest.raises(KvprobeError, match="is no snapshot"):
+    with pytest.raises(KvprobeError, match="is not a snapshot"):
         Snapshot(place).remove()
     assert place.read_bytes() == b"something else"
 
