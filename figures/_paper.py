@@ -76,12 +76,12 @@ class Picture:
     def read(self, results: Path) -> Result:
         """The result to draw. Raises as :meth:`save` does."""
         path = self._file(results)
+        if not path.exists():
+            raise KvprobeError(f"{path} is not there: {self._hint()}")
         try:
-            result = Result.from_json(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise KvprobeError(f"{path} is not there: {self._hint()}") from None
-        except (OSError, KeyError, ValueError) as error:
-            raise KvprobeError(f"{path} is not a result ({error}): {self._hint()}") from error
+            result = Result.load(path)
+        except KvprobeError as error:
+            raise KvprobeError(f"{error}: {self._hint()}") from error
         if result.analysis != self.needs:
             raise KvprobeError(f"{path} is a result of {result.analysis}, not of {self.needs}: {self._hint()}")
         for i, row in enumerate(result.rows, start=1):
