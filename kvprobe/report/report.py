@@ -14,9 +14,10 @@ from kvprobe.files.store import check_writable, disk_error
 from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
 from kvprobe.report.page import Section, document
+from kvprobe.results import phrases
 from kvprobe.results.html import Column, plain
-from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount
-from kvprobe.text.passages import Bos
+from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
+from kvprobe.text.passages import Bos, notices
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,15 +82,8 @@ def measure(model: str, config: ReportConfig, *, progress: Progress = silent) ->
     if tokens is None:
         limit = loading.load_spec(model, progress=progress).max_positions
         tokens = DEFAULT_TOKENS if limit is None else min(DEFAULT_TOKENS, limit)
-    subject = prepare(
-        model,
-        text=config.text,
-        tokens=tokens,
-        bos=config.bos,
-        dtype=config.dtype,
-        device=config.device,
-        progress=progress,
-    )
+    given: dict[str, Any] = {name: getattr(config, name) for name in ("text", "bos", "dtype", "device")}
+    subject = prepare(model, tokens=tokens, **given, progress=progress)
     sections = []
     for done, (anchor, heading, section) in enumerate(SECTIONS):
         progress("report", done, len(SECTIONS), "sections")
@@ -113,10 +107,7 @@ def _or_why(section: "Measured", subject: "Subject", config: ReportConfig, progr
 
 
 def _shape(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
-    from kvprobe.results.phrases import bos_of
     from kvprobe.results.record import run_record
-    from kvprobe.shape.cache_bytes import describe
-    from kvprobe.text.passages import notices
 
     spec, loaded = subject.loaded.spec, subject.loaded
     count = None if spec.n_parameters is None else f"{spec.n_parameters:,}"
@@ -139,7 +130,7 @@ def _shape(subject: "Subject", config: ReportConfig, progress: Progress) -> dict
     return {
         "sentences": [
             f"{loaded.name} keeps {describe(spec)}.",
-            f"All sections below that read text read {passage.n_tokens:,} tokens of {passage.name} ({bos_of(record)}).",
+            f"Sections that read text read {passage.n_tokens:,} tokens of {passage.name} ({phrases.bos_of(record)}).",
             *(f"{said}." for said in notices(passage)),
         ],
         "columns": [Column("property", "property"), Column("value", "value")],
@@ -234,7 +225,6 @@ def _window(subject: "Subject", config: ReportConfig, progress: Progress) -> dic
 def _rank(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import lowrank
     from kvprobe.plots.lowrank import figure
-    from kvprobe.results.phrases import fitted_to
     from kvprobe.text.texts import read_text
 
     results = [lowrank.run(subject, seed=config.seed, progress=progress)]
@@ -248,7 +238,9 @@ def _rank(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
             notes.append(f"Not measured with a basis of {what}: {error}.")
     said = {"oracle": "oracle", "heldout": "heldout: {}"}
     rows = [
-        row | {"basis": said[row["basis"]].format(fitted_to(result.run))} for result in results for row in result.rows
+        row | {"basis": said[row["basis"]].format(phrases.fitted_to(result.run))}
+        for result in results
+        for row in result.rows
     ]
     of_basis = {name: [result.run[name] for result in results] for name in ("basis", "fit_text", "n_fitted")}
     return {
@@ -272,7 +264,6 @@ def _rank(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
 def _speed(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import latency
     from kvprobe.plots.latency import figure
-    from kvprobe.results import phrases
 
     contexts = [*dict.fromkeys(max(2, subject.passage.n_tokens // part) for part in CONTEXT_PARTS)]
     settings: dict[str, Any] = {"contexts": contexts, "seconds": config.seconds, "seed": config.seed}
@@ -331,18 +322,14 @@ def _losses() -> list[Column]:
     return [
         Column("loss", "loss (nat)", _thousandths),
         Column("perplexity", "perplexity", lambda value: f"{value:,.1f}"),
-        Column("delta", "beyond full (nat)", _signed),
-        Column("delta_low", "95 % from", _signed),
-        Column("delta_high", "to", _signed),
+        Column("delta", "beyond full (nat)", phrases.signed),
+        Column("delta_low", "95 % from", phrases.signed),
+        Column("delta_high", "to", phrases.signed),
     ]
 
 
 def _thousandths(value: float) -> str:
     return f"{value:.3f}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.3f}".replace("-", "−")
 
 
 def _tenths(value: float) -> str:

@@ -46,19 +46,20 @@ def interval_of(block_length: int) -> str:
 def change_of(row: Row) -> str:
     """How a loss differs from the full pass's, as far as ``delta`` and its interval support it."""
     low, high = row["delta_low"], row["delta_high"]
-    within = f"95 % interval {_signed(low)} to {_signed(high)}"
+    within = f"95 % interval {signed(low)} to {signed(high)}"
     if low > 0:
         return f"rises by {row['delta']:.3f} nat a token ({within})"
     if high < 0:
         return f"falls by {-row['delta']:.3f} nat a token ({within})"
-    return f"does not differ measurably from the full pass ({_signed(row['delta'])} nat a token, {within})"
+    return f"does not differ measurably from the full pass ({signed(row['delta'])} nat a token, {within})"
 
 
 def _steps(number: int) -> str:
     return f"{number:,} step{'s' if number != 1 else ''}"
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """A difference in nat with its sign, as ``−0.012``."""
     return f"{value:+.3f}".replace("-", "−")
 
 
