@@ -40,7 +40,7 @@ def keep(result: Result) -> None:
     try:
         result.save(stem)
     except OSError as error:
-        raise disk_error(error, stem.with_suffix(".json"), instead="use --no-save") from error
+        raise disk_error(error, stem.with_suffix(".json"), hint="use --no-save") from error
 
 
 def show(result: Result, *, save: bool, columns: Sequence[str] = (), summary: Sequence[str] = ()) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from analyses.common import script, show
-from kvprobe.cells.run_store import Shelf
+from kvprobe.cells.run_store import RunStore
 from kvprobe.cli.console import progress_bar
 from kvprobe.experiments import gqa
 from kvprobe.experiments.gqa import Protocol
@@ -46,7 +46,7 @@ def run(
     split = {"length": protocol.length, "n_train": protocol.n_train, "n_valid": protocol.n_valid}
     corpus = characters(read_text(text, progress=progress), **split)
     settings = {"kv_heads": kv_heads, "seeds": seeds, "collect": collect}
-    return gqa.run(corpus, Shelf(Path(directory)), protocol, **settings, progress=progress)
+    return gqa.run(corpus, RunStore(Path(directory)), protocol, **settings, progress=progress)
 
 
 @click.command(help=__doc__)

@@ -25,7 +25,7 @@ from kvprobe.decoder.config import DecoderConfig
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result
 from kvprobe.text.corpus import Corpus
-from kvprobe.training.loop import Plan, seeded, train
+from kvprobe.training.loop import TrainConfig, seeded, train
 
 OURS = "kvprobe"
 PLAIN = "transformers, plain loop"
@@ -49,7 +49,7 @@ def run(
         config = config_of(n_kv_heads, vocab=28, length=length, n_layers=n_layers, width=width)
         ids = torch.randint(28, (batch + length + 1,), generator=torch.Generator().manual_seed(0))
         corpus = Corpus("random ids", "", "ids", 28, ids, length=length, n_train=batch, n_valid=1)
-        plan = Plan(steps=1, batch=batch)
+        plan = TrainConfig(steps=1, batch=batch)
         decoder, plain, same = seeded(config, seed=0), _llama(config), _llama(config)
         windows = corpus.train_batch(0, batch=batch, seed=0)
         optimizers = [torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)]

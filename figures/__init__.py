@@ -1,1 +1,1 @@
-"""One figure of the paper a file, drawn from result files alone: nothing here loads a model or computes anything."""
+"""One figure of the paper in each file, drawn only from result files: nothing here loads a model or computes."""

@@ -1,4 +1,4 @@
-"""Draw every figure, or name the analyses that have still to be made for a model.
+"""Draw every figure, or name the analyses that are still to be run for a model.
 
 python -m figures --results results --out figures/drawn
 python -m figures --missing smollm2-135m
@@ -15,7 +15,7 @@ from kvprobe.errors import KvprobeError
 
 
 def pictures() -> list[Picture]:
-    """One a file of this folder."""
+    """The pictures, one in each file of this folder."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
     return [import_module(f"figures.{name}").PICTURE for name in names]
 
@@ -26,10 +26,10 @@ def pictures() -> list[Picture]:
 @click.option(
     "--missing",
     metavar="MODEL",
-    help="Draw nothing: print, for `python -m`, the analyses whose results are not of MODEL.",
+    help="Draw nothing: print, for `python -m`, the analyses that have no result of MODEL.",
 )
 def main(results: Path, out: Path, missing: str | None) -> None:
-    """Draw all; those whose results are missing are named, with what makes them, and fail the run."""
+    """Draw all figures; name those without a result, with the command that makes it, and fail."""
     if missing is not None:
         for picture in pictures():
             if picture.missing(results, missing):
@@ -41,7 +41,7 @@ def main(results: Path, out: Path, missing: str | None) -> None:
             paths = picture.save(results, out)
         except KvprobeError as error:
             click.echo(f"{picture.name}: {error}", err=True)
-            # what takes hours is nobody's oversight
+            # a result that takes hours is not missing by oversight
             failed += not picture.hours
         else:
             click.echo(f"{picture.name}: {len(paths)} files in {out}")

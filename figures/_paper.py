@@ -1,4 +1,4 @@
-"""How does a figure come from result files onto paper? Read, draw for one column and for two, save in three formats."""
+"""How does a result file become a figure on paper? Read it, draw for one column and two, save in three formats."""
 
 import reprlib
 import shlex
@@ -18,23 +18,22 @@ from kvprobe.files.whole import write_whole
 from kvprobe.plots.style import ONE_COLUMN, TWO_COLUMNS
 from kvprobe.results.result import Result
 
-# fonts inside the pdf as TrueType and the svg as outlines; no dates: the same results give the same files
+# TrueType fonts in pdf, outlines in svg, and no dates: the same results give the same files
 SETTINGS = {"pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "kvprobe"}
 UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
-# what a result without a field or a row, or with a strange value in its record, raises while it is drawn; what also may
-# come of the figure's own mistake, so that the error says both
+# what drawing raises if a result lacks a field or a row, or its record has a strange value; the figure's own mistakes
+# raise the same, so the error names both
 UNDRAWN = (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
 SIZES = {"": ONE_COLUMN, "-wide": TWO_COLUMNS}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One figure: its file ``name``, how it is drawn at a width, and the result it needs (None: a drawn explanation).
+    """One figure: its file ``name``, how to draw it at a width, and the result it needs (None: a drawn explanation).
 
-    ``draw(result, width)`` gets that result, or ``draw(width)`` nothing. ``arguments`` are what its analysis is given;
-    with MODEL among them the result is of one model, and has to be made anew for another. Where it takes ``hours``,
-    ``make figures`` leaves it to be asked for. ``numbers`` are the columns, by name, that hold a finite number in every
-    row of the result.
+    It is drawn by ``draw(result, width)``, or ``draw(width)`` without a result. ``arguments`` are its analysis's; with
+    MODEL among them the result is of one model. ``make figures`` does not run an analysis that takes ``hours``.
+    ``numbers`` names the columns that must hold a finite number in every row.
     """
 
     name: str
@@ -47,8 +46,8 @@ class Picture:
     def save(self, results: Path, out: Path) -> list[Path]:
         """Write NAME (one column) and NAME-wide (two) as pdf, svg and png; returns the paths.
 
-        Raises KvprobeError if the result is not there, saying what makes it, or cannot be read, and where the pictures
-        cannot be written.
+        Raises KvprobeError if the result is missing, naming the command that makes it, if it cannot be read, and if the
+        pictures cannot be written.
         """
         inputs = () if self.needs is None else (self.read(results),)
         paths = []
@@ -56,7 +55,7 @@ class Picture:
             for kind, metadata in UNDATED.items():
                 data = BytesIO()
                 try:
-                    # a figure a format: laying it out for one must not move it for the next
+                    # one figure for each format: layout for one must not shift the next
                     figure = self.draw(*inputs, width)
                     with mpl.rc_context(SETTINGS):
                         figure.savefig(data, format=kind, dpi=300, metadata=metadata)
@@ -64,49 +63,49 @@ class Picture:
                     if not inputs:
                         raise
                     why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                    said = f"{self._file(results)} cannot be drawn ({why}): {self._remedy()}"
-                    raise KvprobeError(f"{said}; if a new one cannot be drawn, the figure is at fault") from error
+                    said = f"{self._file(results)} cannot be drawn ({why}): {self._hint()}"
+                    raise KvprobeError(f"{said}; if a new one cannot be drawn, the figure is wrong") from error
                 path = out / f"{self.name}{suffix}.{kind}"
                 try:
                     write_whole(path, data.getvalue())
                 except OSError as error:
-                    raise disk_error(error, path, instead="choose another --out") from error
+                    raise disk_error(error, path, hint="choose another --out") from error
                 paths.append(path)
         return paths
 
     def read(self, results: Path) -> Result:
-        """The result that is drawn. Raises as :meth:`save`."""
+        """The result to draw. Raises as :meth:`save` does."""
         path = self._file(results)
+        if not path.exists():
+            raise KvprobeError(f"{path} is not there: {self._hint()}")
         try:
-            found = Result.from_json(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise KvprobeError(f"{path} is not there: {self._remedy()}") from None
-        except (OSError, KeyError, ValueError) as error:
-            raise KvprobeError(f"{path} is no result ({error}): {self._remedy()}") from error
-        if found.analysis != self.needs:
-            raise KvprobeError(f"{path} is a result of {found.analysis}, not of {self.needs}: {self._remedy()}")
-        for i, row in enumerate(found.rows, start=1):
+            result = Result.load(path)
+        except KvprobeError as error:
+            raise KvprobeError(f"{error}: {self._hint()}") from error
+        if result.analysis != self.needs:
+            raise KvprobeError(f"{path} is a result of {result.analysis}, not of {self.needs}: {self._hint()}")
+        for i, row in enumerate(result.rows, start=1):
             for field in self.numbers.split():
                 if not _is_number(row.get(field)):
-                    what = f"is {reprlib.repr(row[field])}, no number" if field in row else "is not there"
+                    what = f"is {reprlib.repr(row[field])}, not a number" if field in row else "is not there"
                     why = f"row {i}: {field} {what}"
-                    raise KvprobeError(f"{path} is no result of {self.needs} ({why}): {self._remedy()}")
-        return found
+                    raise KvprobeError(f"{path} is not a result of {self.needs} ({why}): {self._hint()}")
+        return result
 
     def missing(self, results: Path, model: str) -> bool:
-        """Whether the result has still to be made for ``model``, and can be in minutes."""
+        """Whether the result for ``model`` is still to be made, and takes only minutes."""
         if self.needs is None or self.hours:
             return False
         try:
-            found = self.read(results)
+            result = self.read(results)
         except KvprobeError:
             return True
-        # a hub id is the whole name, a directory or a file its last part without an ending
+        # a record holds a hub id in full, but only the last part of a path, without its suffix
         names = {model, Path(model).name, Path(model).stem}
-        return "MODEL" in self.arguments and found.run.get("model") not in names
+        return "MODEL" in self.arguments and result.run.get("model") not in names
 
     def analysis(self, model: str) -> str:
-        """What to give to ``python -m``, quoted for a shell, to make the result for ``model``."""
+        """The arguments of ``python -m``, quoted for a shell, that make the result for ``model``."""
         words = [model if word == "MODEL" else word for word in self.arguments.split()]
         return shlex.join([f"analyses.{self.needs}", *words])
 
@@ -128,7 +127,7 @@ class Picture:
     def _file(self, results: Path) -> Path:
         return results / f"{self.needs}.json"
 
-    def _remedy(self) -> str:
+    def _hint(self) -> str:
         return f"make it with `python -m {self.analysis('MODEL')}`" + (", which takes hours" if self.hours else "")
 
 

@@ -17,10 +17,10 @@ def draw(result: Result, width: float) -> Figure:
     with styled():
         figure, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 2.8)
         gqa.draw_training(result.rows, result.run, ax)
-        # what a reader of the paper would not take it for
+        # say so if it is not the published training
         said = [training_of(result.run)] if result.run["protocol"] != PUBLISHED else []
         if missing := len(result.run["missing"]):
-            said.append(f"not finished: {missing} more models are to be trained")
+            said.append(f"not finished: {missing} more models to train")
         legend_above(ax, ncols=3)
         return titled(figure, "; ".join(said)) if said else figure
 

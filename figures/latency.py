@@ -13,10 +13,10 @@ from kvprobe.results.result import Result
 
 
 def draw(result: Result, width: float) -> Figure:
-    """Medians with quartiles, and the least that a cached step can take; that the machine was busy stands above."""
+    """Medians with quartiles, and the cached step's lower bound; the title says if the machine was busy."""
     rows = [roofline.with_rates(row) for row in result.rows if row["batch"] == result.run["batches"][0]]
     if not rows:
-        raise ValueError(f"no row is of batch {result.run['batches'][0]}")
+        raise ValueError(f"no row has batch {result.run['batches'][0]}")
     with styled():
         figure, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 2.9)
         latency.draw(rows, ax)

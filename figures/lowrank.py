@@ -12,7 +12,7 @@ from kvprobe.results.result import Result
 
 
 def draw(result: Result, width: float) -> Figure:
-    """A line a basis with 95 % intervals."""
+    """One line a basis, with 95 % intervals."""
     return lowrank.figure(pooled(result.rows), result.run, width=width, title=False)
 
 

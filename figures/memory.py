@@ -12,7 +12,7 @@ from kvprobe.results.result import Result
 
 
 def draw(result: Result, width: float) -> Figure:
-    """Bytes held against context, and at the longest what of them nothing reads."""
+    """Bytes held against context, and at the longest context the part that nothing reads."""
     longest = max(row["context"] for row in result.rows)
     with styled():
         figure, (growth, kinds) = panels(width, 2.9, 2)

@@ -10,12 +10,12 @@ from kvprobe.plots import window
 from kvprobe.plots.style import TWO_COLUMNS, panels, styled
 from kvprobe.results.result import Result, Row
 
-# the published grid's window, drawn by sinks where it was measured
+# the published grid's window, drawn by sinks if it was measured
 PUBLISHED = 256
 
 
 def draw(result: Result, width: float) -> Figure:
-    """The grid with the first tokens as sinks, and one window with every choice of sinks, where there are several."""
+    """The grid with the first tokens as sinks and, if there are several choices of sinks, one window with each."""
     parts = list(_parts(result.rows).values())
     with styled():
         height = 3.0 if width < TWO_COLUMNS or len(parts) > 1 else 3.3
@@ -33,8 +33,8 @@ def _parts(rows: list[Row]) -> dict[str, list[Row]]:
     if len(windows) > 1:
         parts["grid"] = [row for row in rows if not row["n_sink"] or row["sink_choice"] == "first"]
     if len(choices) > 1 or not parts:
-        one = PUBLISHED if PUBLISHED in windows else windows[-1]
-        parts["choices"] = full + [row for row in rows if row["window"] == one]
+        chosen = PUBLISHED if PUBLISHED in windows else windows[-1]
+        parts["choices"] = full + [row for row in rows if row["window"] == chosen]
     return parts
 
 

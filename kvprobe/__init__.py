@@ -1,10 +1,10 @@
 """Where a language model's attention goes, how small its KV cache could be, and what that would cost.
 
-The few names that most work begins with. ``import kvprobe`` loads nothing heavy: each name brings what it needs when it
-is used. The experiments of the command line are functions of :mod:`kvprobe.experiments`, one a module.
+The few names that most work begins with. ``import kvprobe`` loads nothing heavy: each name imports what it needs when
+it is used. The experiments of the command line are functions of :mod:`kvprobe.experiments`, one a module.
 """
 
-# first: where this is the command, Ctrl-C is in hand before anything that takes time
+# first: if this is the command, Ctrl-C is handled before anything slow is imported
 from kvprobe import interrupts as _interrupts  # noqa: F401, I001
 
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ __all__ = ["Result", "attending", "capture", "load", "prepare", "token0_mass"]
 def load(name: str, *, dtype: str = "float32", device: str | None = None, progress: Progress = silent) -> "Loaded":
     """A model by name, directory, GGUF file or hub id: ``.model``, ``.tokenizer``, ``.spec``.
 
-    See :func:`kvprobe.models.loading.load` for where it is looked for and what is refused.
+    See :func:`kvprobe.models.loading.load` for where it is found and what is refused.
 
     >>> import kvprobe
     >>> loaded = kvprobe.load("smollm2-135m")
@@ -56,7 +56,7 @@ def prepare(
     unlimited: bool = False,
     progress: Progress = silent,
 ) -> "Subject":
-    """A model with the passage that it will read, which is what every experiment takes.
+    """A model with the passage that it will read: the input of every experiment.
 
     The model is a name, or one in memory with its tokenizer; it reads a text by name or file, a ``string``, or ``ids``.
     See :func:`kvprobe.models.subject.prepare` for what is checked.
@@ -86,9 +86,9 @@ def prepare(
 
 
 def attending(model: "nn.Module", attend: "Callable[[AttentionCall], Tensor]") -> AbstractContextManager[None]:
-    """A block in which ``attend(call)`` stands in for attention, once a layer and forward.
+    """A block in which ``attend(call)`` replaces attention, once per layer and forward pass.
 
-    See :func:`kvprobe.attention.seam.attending` for what is proved and raised.
+    See :func:`kvprobe.attention.seam.attending` for what is checked and raised.
 
     >>> import kvprobe
     >>> subject = kvprobe.prepare("smollm2-135m", tokens=32)
@@ -113,7 +113,7 @@ def capture(
     to_cpu: bool = False,
     **inputs: Any,
 ) -> "Captured":
-    """Keys and values as attention reads them and, where asked for, attention maps, by layer.
+    """Keys and values as attention reads them and, on request, attention maps, by layer.
 
     See :func:`kvprobe.attention.seam.capture` for their shapes.
 
@@ -129,7 +129,7 @@ def capture(
 
 
 def token0_mass(model: "nn.Module", input_ids: "Tensor", queries_from: int = 64) -> "Tensor":
-    """Mean attention weight on token 0: float32 ``[n_layers, n_heads]``, without ever holding a map.
+    """Mean attention weight on token 0: float32 ``[n_layers, n_heads]``, without ever storing a map.
 
     See :func:`kvprobe.probes.mass.token0_mass`, and :func:`kvprobe.probes.mass.measure` for any position.
 

@@ -1,8 +1,8 @@
-"""What a user can mend: the errors whose text says what was met, with its value, and what to do next."""
+"""Errors that a user can fix: their text says what was met, with its value, and what to do next."""
 
 
 class KvprobeError(Exception):
-    """Any refusal the user can act on. The command line prints its text as one line and exits with 1."""
+    """Anything the user can act on. The command line prints the text as one line and exits with 1."""
 
 
 class UnsupportedModelError(KvprobeError):

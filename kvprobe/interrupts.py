@@ -1,7 +1,7 @@
-"""What becomes of Ctrl-C? Wherever it lands, it ends a command with 130, in one line; SIGTERM does with 143.
+"""What does Ctrl-C do? Wherever it lands, it ends a command with exit code 130 and one line; SIGTERM with 143.
 
-Imported before anything that takes time, so it imports next to nothing. Whoever only uses the library keeps the
-handlers that they have.
+Imported before anything that takes time, so it imports next to nothing. A program that only uses the library keeps its
+own handlers.
 """
 
 import os
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 INTERRUPT, TERMINATE = 2, 15
 SAID = {INTERRUPT: "kvprobe: interrupted", TERMINATE: "kvprobe: terminated"}
-# what was started, before the arguments that are left: `kvprobe …`, `python -m kvprobe …`
+# the program that was started, before its arguments: `kvprobe …`, `python -m kvprobe …`
 STARTED = "".join(sys.orig_argv[-len(sys.argv) :][:1]).replace("\\", "/").rpartition("/")[2]
 IS_PROGRAM = STARTED in ("kvprobe", "kvprobe.exe", "-mkvprobe")
 
 
 def _leave(number: int) -> None:
-    # a bar has hidden the cursor of its terminal
+    # a progress bar has hidden the terminal's cursor
     line = ("\x1b[?25h" if os.isatty(2) else "") + SAID[number] + "\n"
     try:
         os.write(2, line.encode())
@@ -36,15 +36,15 @@ except KeyboardInterrupt:
         _leave(INTERRUPT)
     raise
 
-# the default of each, in whose place alone a handler is set: a process in the background ignores Ctrl-C
+# only these defaults are replaced: a process in the background ignores Ctrl-C and must go on doing so
 DEFAULTS: "dict[int, signal._HANDLER]" = {INTERRUPT: signal.default_int_handler, TERMINATE: signal.SIG_DFL}
 
 
 class Interrupted(KeyboardInterrupt):
     """What a signal raises.
 
-    Python ends a process by SIGINT, whatever its exit status, if KeyboardInterrupt itself left an ``exec`` of a string,
-    as dataclasses and numba have.
+    If KeyboardInterrupt itself leaves an ``exec`` of a string (dataclasses and numba use it), Python ends the process
+    by SIGINT, whatever its exit status.
     """
 
 
@@ -59,7 +59,7 @@ def _importing(frame: "FrameType | None") -> bool:
 
 
 def _note(number: int, frame: "FrameType | None") -> None:
-    # nothing is half made while a library is imported, and one that is broken off there may abort the process
+    # an import leaves nothing half-written, and interrupting one may abort the process
     if _seen or not _has_work or _importing(frame):
         _leave(number)
     _seen.append(number)
@@ -67,7 +67,7 @@ def _note(number: int, frame: "FrameType | None") -> None:
 
 
 def guard() -> None:
-    """From here on a signal ends the process at once: nothing is under way."""
+    """From now on a signal ends the process at once: no work is in progress."""
     global _has_work
     _has_work = False
     try:
@@ -75,12 +75,12 @@ def guard() -> None:
             if signal.getsignal(number) is default:
                 signal.signal(number, _note)
     except ValueError:
-        # only the main thread may ask, and only it is interrupted
+        # only the main thread may set handlers, and only it is interrupted
         pass
 
 
 def release() -> None:
-    """Undo `guard`, unless this is the program that ends with its command."""
+    """Undo `guard`, unless this process is the kvprobe command itself."""
     if IS_PROGRAM:
         return
     for number, default in DEFAULTS.items():
@@ -89,9 +89,9 @@ def release() -> None:
 
 
 def work() -> "Callable[[], None]":
-    """From here on the first signal raises KeyboardInterrupt, so that what is under way is cleared up.
+    """From now on the first signal raises KeyboardInterrupt, so that work in progress can clean up.
 
-    Returns what is to be called when nothing is left to clear up.
+    Returns a function to call once nothing is left to clean up.
     """
     global _has_work
     guard()
@@ -99,7 +99,7 @@ def work() -> "Callable[[], None]":
     unraisable = sys.unraisablehook
 
     def swallowed(what: "sys.UnraisableHookArgs") -> None:
-        # Python drops what is raised in a finalizer or a callback from C; the signal is noted and not lost
+        # Python drops what is raised in a finalizer or a callback from C; the signal is recorded, so not lost
         if not (_seen and isinstance(what.exc_value, KeyboardInterrupt)):
             unraisable(what)
 
@@ -109,7 +109,7 @@ def work() -> "Callable[[], None]":
         sys.unraisablehook = unraisable
 
     sys.unraisablehook = swallowed
-    # while the interpreter ends as well
+    # also while the interpreter shuts down
     atexit.unregister(guard)
     atexit.register(guard)
     _has_work = True
@@ -117,23 +117,23 @@ def work() -> "Callable[[], None]":
 
 
 def seen() -> int | None:
-    """The signal that ends this command; None if there was none."""
+    """The signal that ends this command, or None."""
     return _seen[0] if _seen else None
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if one was raised before where Python drops it, as in a finalizer."""
+    """Raise KeyboardInterrupt if an earlier one was dropped by Python, as in a finalizer."""
     if _has_work and _seen:
         raise Interrupted
 
 
 def _over() -> None:
-    # nothing of the command is left that could be interrupted
+    # nothing is left to interrupt
     if signal.getsignal(INTERRUPT) is _note:
         signal.signal(INTERRUPT, signal.SIG_IGN)
 
 
 if IS_PROGRAM:
     guard()
-    # what is registered first is called last
+    # registered first, called last
     atexit.register(_over)

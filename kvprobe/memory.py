@@ -1,4 +1,4 @@
-"""Does it fit? What would be needed beside what is free, asked before anything is built."""
+"""Does it fit into memory? Checked before anything is built."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ HINT = "a shorter --context, a smaller --batch or --dtype bfloat16"
 
 
 def check_memory(what: str, need: int, device: "torch.device | str", *, hint: str = HINT) -> None:
-    """Raise KvprobeError, with the estimate, what is free and ``hint``, if ``need`` bytes are not free there."""
+    """Raise KvprobeError, with both numbers and ``hint``, if ``device`` has fewer than ``need`` bytes free."""
     import torch
 
     if torch.device(device).type == "cuda":

@@ -1,1 +1,1 @@
-"""How fast, and how large, is it on this machine?"""
+"""How fast and how large is it on this machine?"""

@@ -1,8 +1,8 @@
-"""Did something else use the processors while we measured? The kernel's own accounting, over the timed spans alone.
+"""Did anything else use the processors while we measured? By the kernel's accounting, over the timed spans only.
 
-What all processors did, less what this process did, is the work of others: other programs, our own child processes
-(nothing that is timed runs in one) and, of a virtual machine, what its host took away. Load averages, pressure and
-switches between processes are no measure of it: they rise as well when our own threads are more than the processors.
+The work of others is what all processors did, less what this process did: other programs, our own child processes
+(nothing timed runs in one) and, on a virtual machine, what its host took away. Load averages, pressure and context
+switches do not measure it: they also rise if we have more threads than processors.
 """
 
 import os
@@ -20,26 +20,26 @@ from kvprobe.results.result import Row
 
 STAT = Path("/proc/stat")
 
-# Others' cores on average. Daemons of an idle machine use some hundredths, and two busy loops at least two thirds even
-# where they share one or two processors with four threads of ours.
+# Others' cores on average. An idle machine's daemons use some hundredths; two busy loops use at least two thirds, even
+# if they share one or two processors with four threads of ours.
 OTHERS_CORES = 0.25
-# Others' cores in the worst second: a daemon that wakes up is no reason, a program that spoils one row of many is.
+# Others' cores in the worst second: enough for a daemon that wakes up, too few for a program that spoils one row.
 PEAK_CORES = 0.5
-# Kernels count by ticks of up to 10 ms: over a second, two processors' ticks are right to a tenth of a core at worst.
+# Kernels count in ticks of up to 10 ms: over a second, two processors' ticks are right within a tenth of a core.
 ENOUGH_S = 1.0
-# Runs whose middle half lies as wide apart as their median, of which few have no quartiles to speak of.
+# The interquartile range, over the median, of scattered runs, and the runs that make quartiles meaningful.
 SPREAD = 1.0
 SPREAD_RUNS = 5
-# Clocks that change and threads that wake up scatter short runs, and turn them around, on an idle machine too (seen:
-# 2.3 to 7.8 ms; 2.5 ms at 64 tokens and 4.2 at 16): of those below this, nothing is concluded.
+# Changing clocks and waking threads scatter and reorder short runs even on an idle machine (seen: 2.3 to 7.8 ms; 2.5 ms
+# at 64 tokens and 4.2 at 16), so nothing is concluded from runs below this.
 LEAST_MS = 10.0
-# A longer context so many times as fast, quartile against quartile: an idle machine drifts by several hundredths.
+# How many times as fast a longer context may be, quartile to quartile: an idle machine drifts by several hundredths.
 FASTER = 1.25
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds: of the clock, of all processors' work, of what a host took from them, of this process's own work."""
+    """Seconds: of the clock, of all processors' work, of what a host took from them, and of this process's work."""
 
     wall: float = 0.0
     used: float = 0.0
@@ -58,7 +58,7 @@ class Reading:
 
     @property
     def others(self) -> float:
-        """Cores that others used in this span. What is stolen may have been counted as our own: it is never lost."""
+        """Cores that others used in this span. Stolen time may be counted as our own, so it is always added."""
         return (max(0.0, self.used - self.own) + self.stolen) / self.wall
 
 
@@ -68,7 +68,7 @@ def cores() -> int:
 
 
 def read() -> Reading:
-    """The counters now, of the processors that we may use. Raises OSError, ValueError or ImportError without them."""
+    """The counters of the processors that we may use. Raises OSError, ValueError or ImportError without them."""
     wall, own = time.monotonic(), time.process_time()
     if sys.platform == "linux":
         used, stolen = _of_linux()
@@ -80,23 +80,23 @@ def read() -> Reading:
 
 
 def _of_linux() -> tuple[float, float]:
-    """Seconds used and stolen, from /proc/stat: psutil numbers processors without those that are off."""
-    mine = {f"cpu{i}" for i in os.sched_getaffinity(0)}
-    found = []
+    """Seconds used and stolen, from /proc/stat: psutil's numbering skips processors that are off."""
+    ours = {f"cpu{i}" for i in os.sched_getaffinity(0)}
+    counters = []
     for line in STAT.read_text(encoding="ascii").splitlines():
         name, *counts = line.split()
-        if name in mine:
+        if name in ours:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, counts[:8])
-            found.append((user + nice + system + irq + softirq, steal))
-    if not found:
+            counters.append((user + nice + system + irq + softirq, steal))
+    if not counters:
         raise ValueError("/proc/stat names none of our processors")
     second = os.sysconf("SC_CLK_TCK")
-    return sum(used for used, _ in found) / second, sum(steal for _, steal in found) / second
+    return sum(used for used, _ in counters) / second, sum(steal for _, steal in counters) / second
 
 
 @dataclass
 class Watch:
-    """Adds up what others did in the spans that are timed: ``with watch.span(): timed(run)``, as often as needed."""
+    """Add up what others did in timed spans: ``with watch.span(): timed(run)``, as often as needed."""
 
     reader: Callable[[], Reading] | None = None
     spans: list[Reading] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Watch:
 
     @contextmanager
     def span(self) -> Iterator[None]:
-        """Count what happens in this block."""
+        """Count what others do in this block."""
         before = self._now()
         try:
             yield
@@ -116,9 +116,9 @@ class Watch:
     def record(self, rows: Sequence[Row] = (), *, device: str = "cpu") -> dict[str, Any]:
         """``busy`` and ``load`` of a run record.
 
-        ``busy`` lists the reasons not to quote what was timed, in words: what others used, and of ``rows``, those of
-        ``kvprobe latency``, what an idle machine would not give. It is empty where there are none, and None where that
-        is not known; ``load`` has the counters, in cores, or says why as ``unknown``.
+        ``busy`` lists the reasons not to quote what was timed: what others used, and what in ``rows`` (those of
+        ``kvprobe latency``) an idle machine would not give. It is empty if there are none, and None if that is not
+        known. ``load`` has the counters, in cores, or the reason as ``unknown``.
         """
         total = sum(self.spans, Reading())
         unknown = self._unknown(total)
@@ -153,13 +153,13 @@ class Watch:
             return self.failed
         if total.wall < ENOUGH_S:
             return f"{total.wall:.1f} s were timed, and the system counts too coarsely for less than {ENOUGH_S:g}"
-        # a sandbox has counters, and they stand still
+        # a sandbox may have counters that stand still
         if total.own - total.used - total.stolen > OTHERS_CORES * total.wall:
             return "the system's counters of processor time leave out our own"
         return None
 
     def _peak(self) -> float:
-        """The most that others used, in cores, over neighbouring spans that are long enough together."""
+        """The most that others used, in cores, over consecutive spans that are long enough together."""
         peak, block = 0.0, Reading()
         for span in self.spans:
             block += span
@@ -188,11 +188,11 @@ def _scattered(rows: Sequence[Row]) -> list[str]:
 
 
 def _upside_down(rows: Sequence[Row]) -> list[str]:
-    """Of each phase, batch and step the two contexts that contradict most."""
+    """For each phase, batch and step, the two contexts that contradict each other most."""
     alike: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         alike[row["phase"], row["batch"], row["step"]].append(row)
-    found = []
+    reasons = []
     for group in alike.values():
         pairs = combinations(sorted(group, key=lambda row: row["context"]), 2)
         slow = ((short, long) for short, long in pairs if short["ms_median"] >= LEAST_MS)
@@ -200,8 +200,8 @@ def _upside_down(rows: Sequence[Row]) -> list[str]:
         if odd:
             short, long = max(odd, key=lambda pair: pair[0]["ms_low"] / pair[1]["ms_high"])
             slower = f"{short['ms_median']:,.1f} ms at {short['context']:,}"
-            found.append(f"{_named(long)} took {long['ms_median']:,.1f} ms, and {slower}")
-    return found
+            reasons.append(f"{_named(long)} took {long['ms_median']:,.1f} ms, and {slower}")
+    return reasons
 
 
 def _named(row: Row) -> str:

@@ -1,6 +1,6 @@
-"""How long does it take, and how fast can this machine be? Timing, and the machine's own ceilings, measured.
+"""How long does it take, and how fast can this machine be? Timing, and measured ceilings of the machine.
 
-A figure from a data sheet is no ceiling: what counts is the best that real kernels reach on this machine now.
+A data sheet's figure is not a ceiling: what counts is the best that real kernels reach on this machine now.
 """
 
 import statistics
@@ -23,11 +23,11 @@ from kvprobe.progress import Progress, silent
 
 Clock = Callable[[], float]
 
-# several times the last cache level of any processor of today, so that memory is what is read
+# several times the last-level cache of any current processor, so that memory is read
 BUFFER_BYTES = 512 * 2**20
 SECONDS_A_KERNEL = 0.25
-# square matrices of these widths, the next one only where the last was quick: some processors multiply bfloat16 a
-# thousand times slower than float32
+# widths of square matrices, the next one only if the last was quick: some processors multiply bfloat16 a thousand times
+# slower than float32
 GEMM_WIDTHS = (128, 512, 1024, 2048)
 
 
@@ -48,7 +48,7 @@ class Timing:
 
     @property
     def low(self) -> float:
-        """The lower quartile, seconds; of a single run its own time."""
+        """The lower quartile, seconds; a single run's own time."""
         return self._quartile(0)
 
     @property
@@ -59,12 +59,12 @@ class Timing:
     def _quartile(self, index: int) -> float:
         if len(self.seconds) == 1:
             return self.seconds[0]
-        # inclusive: never outside of what was measured
+        # inclusive: never outside the measured range
         return statistics.quantiles(self.seconds, n=4, method="inclusive")[index]
 
 
 def device_clock(device: torch.device | str) -> Clock:
-    """A clock in seconds that waits until ``device`` is done: read before, it measures the launch."""
+    """A clock in seconds that first waits for ``device``; without that it would time only the launch."""
     kind = torch.device(device).type
     wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(kind)
 
@@ -87,10 +87,10 @@ def timed(
     prepare: Callable[[], object] = lambda: None,
     tick: Callable[[int], object] = lambda done: None,
 ) -> Timing:
-    """Time ``run`` ``repeats`` times after ``warm_up`` runs that do not count.
+    """Time ``run`` ``repeats`` times, after ``warm_up`` runs that do not count.
 
-    After ``seconds`` of counted time it stops early, though not before ``at_least`` runs. ``prepare`` comes before
-    every run, outside of its time; ``tick`` is told the runs done, warm-up included.
+    It stops early after ``seconds`` of counted time, but not before ``at_least`` runs. ``prepare`` is called before
+    every run, outside its time; ``tick`` gets the number of runs done, warm-up included.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
@@ -111,14 +111,14 @@ def timed(
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates that each kernel reached at best: ``reads`` in bytes/s, ``products`` in FLOP/s."""
+    """The best rate of each kernel: ``reads`` in bytes/s, ``products`` in FLOP/s."""
 
     reads: dict[str, float]
     products: dict[str, float]
 
     @property
     def ceilings(self) -> Ceilings:
-        """The best of each."""
+        """The best rate of each kind."""
         return Ceilings(bandwidth=max(self.reads.values()), matrix_rate=max(self.products.values()))
 
     def best_of(self, other: "Machine") -> "Machine":
@@ -126,12 +126,12 @@ class Machine:
         return Machine(_higher(self.reads, other.reads), _higher(self.products, other.products))
 
     def record(self) -> dict[str, Any]:
-        """What a run record says: ceilings, ridge point, and which kernels they are the best of."""
-        found = self.ceilings
+        """The machine in a run record: ceilings, ridge point, and the kernels they are the best of."""
+        ceilings = self.ceilings
         return {
-            "bandwidth_bytes_per_s": found.bandwidth,
-            "matrix_flops_per_s": found.matrix_rate,
-            "ridge_point": found.ridge_point,
+            "bandwidth_bytes_per_s": ceilings.bandwidth,
+            "matrix_flops_per_s": ceilings.matrix_rate,
+            "ridge_point": ceilings.ridge_point,
             "bandwidth_kernels": self.reads,
             "matrix_kernels": self.products,
             "cores": cores(),
@@ -149,9 +149,9 @@ def measure_machine(
     clock: Clock | None = None,
     progress: Progress = silent,
 ) -> Machine:
-    """Read bandwidth, and the rate of matrix products in ``dtype``, by every kernel there is, ``seconds`` each.
+    """Read bandwidth, and the rate of matrix products in ``dtype``, with every available kernel, ``seconds`` each.
 
-    Reading is done by as many threads as there are processors, matrix products by those of torch.
+    Reading uses as many threads as there are processors; matrix products use torch's.
     """
     device = torch.device(device)
     clock = clock or device_clock(device)
@@ -177,13 +177,13 @@ def measure_machine(
 
 
 def _best(run: Callable[[], object], clock: Clock, seconds: float) -> float:
-    # the least time and not the median: a ceiling is what can be reached
+    # the shortest time, not the median: a ceiling is what can be reached
     return min(timed(run, clock=clock, repeats=1000, seconds=seconds).seconds)
 
 
 @contextmanager
 def readers(device: torch.device | str, n_bytes: int = BUFFER_BYTES) -> Iterator[dict[str, Callable[[], object]]]:
-    """Kernels, by name, each of which reads a buffer of ``n_bytes`` once, with as many threads as there are cores."""
+    """Kernels by name, each of which reads a buffer of ``n_bytes`` once, with as many threads as there are cores."""
     device = torch.device(device)
     buffer = torch.ones(n_bytes // 4, device=device)
     ways: dict[str, Callable[[], object]] = {"torch sum": buffer.sum, "torch dot": lambda: _halves_dot(buffer)}
@@ -217,7 +217,7 @@ def _numpy_dot(part: Any) -> object:
 
 
 def _our_dots() -> Callable[[Any], object] | None:
-    """The very kernel of the compiled decode step, with rows as wide as those of a small model; None without numba."""
+    """The compiled decode step's own kernel, with rows as wide as a small model's; None without numba."""
     try:
         from kvprobe.native import decode_kernels
     except ImportError:
@@ -245,11 +245,11 @@ def _multipliers(dtype: torch.dtype, device: torch.device, width: int) -> dict[s
         first, second = left.numpy(), right.numpy()
         ways["numpy matmul"] = lambda: first @ second
     if dtype != torch.float32:
-        # what a processor without instructions for the dtype does best
+        # the fastest way on a processor without instructions for the dtype
         ways["through float32"] = lambda: (left.float() @ right.float()).to(dtype)
     if dtype != torch.float16 and torch.backends.mkldnn.is_available():
-        # torch's own matmul is not always its fastest: oneDNN with weights in its own order can be twice that. It
-        # refuses bfloat16 on processors without instructions for it, and its operators are no public interface.
+        # torch's matmul is not always its fastest: oneDNN with weights in its own order can be twice as fast. It
+        # refuses bfloat16 on processors without instructions for it, and its operators are not a public interface.
         with suppress(RuntimeError, AttributeError):
             packed = torch.ops.mkldnn._reorder_linear_weight(right.to_mkldnn(), width)
             linear = partial(torch.ops.mkldnn._linear_pointwise, left, packed, None, "none", [], "")
@@ -261,7 +261,7 @@ def _multipliers(dtype: torch.dtype, device: torch.device, width: int) -> dict[s
 
 
 def _our_tiles(width: int) -> Callable[[], object] | None:
-    """The very product of a compiled prompt, by torch's number of threads, in float32; None without numba."""
+    """The compiled prefill's own float32 product, with torch's number of threads; None without numba."""
     try:
         from kvprobe.native.prefill_kernels import multiply
         from kvprobe.native.tiles import BLOCK, TILE_ROWS

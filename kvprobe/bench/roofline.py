@@ -1,8 +1,8 @@
-"""How fast could it be? Bytes and operations that a pass cannot do without, and the ceiling that a machine sets them.
+"""How fast could it be? The bytes and operations that a pass needs, and the ceiling that a machine sets for them.
 
 The roofline of Williams, Waterman and Patterson (2009): a pass takes at least the time its bytes need at the memory's
-rate, and at least the time its operations need at the rate of matrix products. Their ratio, the arithmetic
-intensity, says which is the longer one: below the machine's ridge point it is the bytes. No torch in here.
+rate, and at least the time its operations need at the rate of matrix products. Their ratio, the arithmetic intensity,
+tells which is longer: below the machine's ridge point it is the bytes. No torch in here.
 """
 
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one pass cannot do without; a multiply-add is two FLOPs.
+    """What one pass needs; a multiply-add is two FLOPs.
 
-    ``weight_bytes`` and ``cache_bytes`` are bytes moved between memory and processor, the latter keys and values;
-    ``weight_flops`` are those of the products with weight matrices, ``attention_flops`` those with keys and values.
-    Activations, norms and the softmax are left out: thousandths at the sizes where anybody asks.
+    ``weight_bytes`` and ``cache_bytes`` (keys and values) are bytes moved between memory and processor;
+    ``weight_flops`` are those of products with weight matrices, ``attention_flops`` those with keys and values.
+    Activations, norms and the softmax are left out: they are thousandths at practical sizes.
     """
 
     weight_bytes: int
@@ -44,7 +44,7 @@ class Work:
 
     @property
     def attention_intensity(self) -> float:
-        """The same of attention alone. In decode it is 2 · (n_heads / n_kv_heads) / item size at every length."""
+        """The same for attention only. In decode it is 2 · (n_heads / n_kv_heads) / item size at every length."""
         return self.attention_flops / self.cache_bytes
 
 
@@ -136,14 +136,14 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What a machine can do at best: ``bandwidth`` in bytes/s read from memory, ``matrix_rate`` in FLOP/s."""
+    """A machine's best rates: ``bandwidth`` in bytes/s read from memory, ``matrix_rate`` in FLOP/s."""
 
     bandwidth: float
     matrix_rate: float
 
     @property
     def ridge_point(self) -> float:
-        """The arithmetic intensity, FLOPs a byte, from which on arithmetic is the longer of the two."""
+        """The arithmetic intensity, FLOPs a byte, from which arithmetic takes longer than the bytes."""
         return self.matrix_rate / self.bandwidth
 
     def seconds(self, work: Work) -> float:
@@ -151,19 +151,19 @@ class Ceilings:
         return max(work.bytes_moved / self.bandwidth, work.flops / self.matrix_rate)
 
     def bound(self, work: Work) -> Literal["bandwidth", "arithmetic"]:
-        """Which of the two that is."""
+        """Which of the two takes longer."""
         return "bandwidth" if work.intensity < self.ridge_point else "arithmetic"
 
     def binding_batch(self, shape: Shape, context: int) -> int | None:
-        """The first batch whose decode step at ``context`` is bound by arithmetic; None if the cache keeps it from it.
+        """The first batch whose decode step at ``context`` is bound by arithmetic; None if the cache prevents that.
 
-        Weights are shared by the batch and its cache is not, so the intensity rises with the batch to a limit.
+        The rows of a batch share the weights but not the cache, so the intensity rises with the batch to a limit.
         """
-        one, two = shape.decode(context), shape.decode(context, batch=2)
-        more = two.bytes_moved - one.bytes_moved
-        # a step of b rows moves shared + b · more bytes and does b · one.flops
-        shared = one.bytes_moved - more
-        margin = one.flops / self.ridge_point - more
+        single = shape.decode(context)
+        more = shape.decode(context, batch=2).bytes_moved - single.bytes_moved
+        # a step of b rows moves shared + b · more bytes and does b · single.flops
+        shared = single.bytes_moved - more
+        margin = single.flops / self.ridge_point - more
         if margin <= 0:
             return None
         batch = max(1, int(shared / margin))
@@ -184,7 +184,7 @@ def total(works: Iterable[Work]) -> Work:
 
 
 def _pairs(n_tokens: int, window: int) -> int:
-    """Pairs of a query and a key it sees: 1 + 2 + … + window, then ``window`` for each later query."""
+    """Pairs of a query and a key that it sees: 1 + 2 + … + window, then ``window`` for each later query."""
     return window * (window + 1) // 2 + (n_tokens - window) * window
 
 

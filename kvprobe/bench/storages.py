@@ -1,7 +1,7 @@
-"""How many bytes does a cache really hold? Its unique storages, and what of them only stands there because of a view.
+"""How many bytes does a cache really hold? Its unique storages, and the part kept alive only by views.
 
-A tensor keeps the whole storage alive that it is a view of. K sliced from a fused projection looks like its own bytes
-and holds all of Q, K and V: counting elements misses that, counting storages does not.
+A view keeps its entire storage alive. K sliced from a fused projection seems to be its own bytes but holds all of Q, K
+and V: counting elements misses that, counting storages does not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,19 +16,19 @@ from kvprobe.attention.rope import Rope
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of all storages that some tensors keep alive, each once, and those of them that the tensors address."""
+    """Bytes of all storages that some tensors keep alive, each counted once, and the part that the tensors address."""
 
     measured_bytes: int
     addressed_bytes: int
 
     @property
     def pinned_bytes(self) -> int:
-        """Storage kept alive by views that read none of it."""
+        """Storage that is kept alive by views but not addressed by them."""
         return self.measured_bytes - self.addressed_bytes
 
 
-def held(tensors: Iterable[Tensor]) -> Held:
-    """What the tensors hold together. An element that several of them address counts once, as its storage does."""
+def storage_bytes(tensors: Iterable[Tensor]) -> Held:
+    """What the tensors hold together. A storage or an element that several of them share counts once."""
     by_storage: dict[tuple[torch.device, int], list[Tensor]] = {}
     for tensor in tensors:
         by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(tensor)
@@ -41,9 +41,9 @@ def held(tensors: Iterable[Tensor]) -> Held:
 
 
 def tensors_of(cache: object) -> Iterator[Tensor]:
-    """Every tensor that can be reached from ``cache`` through attributes and containers, without a model's rotations.
+    """Every tensor reachable from ``cache`` through attributes and containers, except a model's rotations.
 
-    Numbers that count tokens are left out (tensors without an axis): they are bookkeeping and no keys or values.
+    Tensors without an axis are left out: they count tokens and are neither keys nor values.
     """
     seen: set[int] = set()
     waiting: list[object] = [cache]
@@ -64,7 +64,7 @@ def tensors_of(cache: object) -> Iterator[Tensor]:
 
 
 def allocated(device: torch.device | str) -> int | None:
-    """Bytes that the allocator of a GPU has given out; None on a device without one that counts."""
+    """Bytes that a GPU's allocator has given out; None on a device without such a counter."""
     if torch.device(device).type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -74,23 +74,23 @@ def allocated(device: torch.device | str) -> int | None:
 def measure(make: Callable[[], Any], device: torch.device | str) -> tuple[Any, Held]:
     """The cache that ``make`` builds, and what it holds.
 
-    On a CPU by its storages. On a GPU the measured bytes are the allocator's difference, which rounds each storage up
-    to a block of 512 bytes; what is pinned is by storages there too.
+    On a CPU this counts storages. On a GPU the measured bytes are the allocator's difference, which rounds each storage
+    up to a block of 512 bytes; pinned bytes count storages there too.
     """
     before = allocated(device)
     cache = make()
-    found = held(tensors_of(cache))
+    held = storage_bytes(tensors_of(cache))
     after = allocated(device)
     if before is not None and after is not None:
-        found = Held(after - before, after - before - found.pinned_bytes)
-    return cache, found
+        held = Held(after - before, after - before - held.pinned_bytes)
+    return cache, held
 
 
 def _addressed(views: Sequence[Tensor], n_bytes: int) -> int:
     plain = [view for view in views if view.is_contiguous() and view.numel() * view.element_size() == n_bytes]
     if plain:
         return n_bytes
-    # a mark for every byte, set through the views' own strides
+    # one mark for every byte, set through the views' strides
     marks = torch.zeros(n_bytes, dtype=torch.bool)
     for view in views:
         size = view.element_size()

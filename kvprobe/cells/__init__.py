@@ -1,1 +1,1 @@
-"""What was computed already? Finished cells are kept by the hash of all that they depend on."""
+"""What was computed already? Finished cells are kept by the hash of everything they depend on."""

@@ -1,6 +1,6 @@
-"""Which cells of the grid, head counts by seeds, are trained? Each is kept when it is finished and not run again.
+"""Which cells of the grid, head counts by seeds, are trained? Each finished cell is kept and not run again.
 
-The model of every cell is the same but for ``n_kv_heads``: pre-norm blocks with RMSNorm, RoPE (theta 10,000,
+The models of the cells differ only in ``n_kv_heads``: pre-norm blocks with RMSNorm, RoPE (theta 10,000,
 interleaved), SwiGLU of 8/3 the width, no biases, no dropout, and a head tied to the embedding.
 """
 
@@ -19,7 +19,7 @@ from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.decoder.model import Decoder
 from kvprobe.decoder.pool_kv_heads import share_heads
 from kvprobe.errors import KvprobeError
-from kvprobe.files.store import alone, disk_error
+from kvprobe.files.store import disk_error, try_lock
 from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
 from kvprobe.results.record import run_record
@@ -27,17 +27,17 @@ from kvprobe.results.result import Row
 from kvprobe.shape.parameters import attention_parameters
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.checkpoint import Snapshot, fingerprint
-from kvprobe.training.loop import Plan, restore_weights, seeded, train, validate, weights_of
+from kvprobe.training.loop import TrainConfig, restore_weights, seeded, train, validate, weights_of
 
 FORMAT = 1
 UPTRAINED = ("loss_before", "loss_pooled", "uptrain_steps", "loss_after")
-PATIENCE = 2.0  # seconds between looks at a cell that another process trains
+PATIENCE = 2.0  # seconds between looks at a cell that another process is training
 
 
 def config_of(
     n_kv_heads: int, *, vocab: int, length: int = 128, n_layers: int = 6, n_heads: int = 8, width: int = 256
 ) -> DecoderConfig:
-    """The published small GPT with ``n_kv_heads`` key/value heads. ValueError if they do not divide the heads."""
+    """The published small GPT with ``n_kv_heads`` key/value heads; ValueError if they do not divide the heads."""
     if n_kv_heads < 1 or n_heads % n_kv_heads:
         raise ValueError(
             f"{n_heads} query heads cannot share {n_kv_heads} key/value heads evenly: it must be a divisor"
@@ -65,93 +65,93 @@ def shape_row(config: DecoderConfig, *, bytes_per_element: int = 4) -> Row:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One model to train: its shape, its corpus and its plan, whose seed draws the weights and orders the batches.
+class TrainingRun:
+    """One cell, a model to train: shape, corpus and plan, whose seed draws the weights and orders the batches.
 
-    With a multi-head ``parent`` the weights are not drawn: they are the parent's, heads pooled, and the plan goes on
-    with the batches that the parent would have read next (uptraining; Ainslie et al., 2023).
+    With a multi-head ``parent`` the weights are not drawn: they are the parent's with its heads pooled, and the plan
+    continues with the batches that the parent would have read next (uptraining; Ainslie et al., 2023).
     """
 
     config: DecoderConfig
     corpus: Corpus
-    plan: Plan
-    parent: "Cell | None" = None
+    plan: TrainConfig
+    parent: "TrainingRun | None" = None
     device: str = "cpu"
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether its weights are kept with it, to be uptrained from: trained from the start, and multi-head."""
+        """Whether its weights are kept for uptraining: it is multi-head and trained from the start."""
         return self.parent is None and self.config.n_kv_heads == self.config.n_heads
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Every setting that could change a bit of the result; those at their defaults are left out.
+        """Every setting that could change a bit of the result, except those at their defaults.
 
-        The number of threads, torch's version and the processor could as well: they are in the record of the cell.
+        The number of threads, torch's version and the processor could too: they are in the cell's record.
         """
         settings = {"config": _set(self.config), "corpus": dict(self.corpus.record()), "plan": _set(self.plan)}
-        found = {"format": FORMAT, **settings, "seed": self.plan.seed}
-        found |= {} if self.parent is None else {"parent": self.parent.identity}
-        return found | ({} if self.device == "cpu" else {"device": self.device})
+        identity = {"format": FORMAT, **settings, "seed": self.plan.seed}
+        identity |= {} if self.parent is None else {"parent": self.parent.identity}
+        return identity | ({} if self.device == "cpu" else {"device": self.device})
 
     @property
     def name(self) -> str:
-        """A file name of its own: the cell in words and a fingerprint of all that defines it."""
+        """A unique file name: the cell in words and a fingerprint of its identity."""
         kind = "" if self.parent is None else "-uptrained"
         return f"kv{self.config.n_kv_heads}-seed{self.plan.seed}{kind}-{fingerprint(self.identity)}"
 
     @property
     def words(self) -> str:
-        """What progress and records call it."""
+        """Its name in progress and records."""
         kind = "" if self.parent is None else ", uptrained"
         plural = "s" if self.config.n_kv_heads > 1 else ""
         return f"{self.config.n_kv_heads} KV head{plural}, seed {self.plan.seed}{kind}"
 
-    def uptrained(self, n_kv_heads: int, *, steps: int) -> "Cell":
-        """The cell that shares this multi-head one's heads and trains on for ``steps``."""
+    def uptrained(self, n_kv_heads: int, *, steps: int) -> "TrainingRun":
+        """The cell that pools this multi-head one's heads and trains on for ``steps``."""
         plan = replace(self.plan, steps=steps, skip=self.plan.skip + self.plan.steps)
         return replace(self, config=replace(self.config, n_kv_heads=n_kv_heads), plan=plan, parent=self)
 
 
 @dataclass(frozen=True)
-class Shelf:
-    """The directory in which finished cells are kept, one small JSON file each, and cells under way beside them.
+class RunStore:
+    """The directory of finished cells, one small JSON file each, and of the snapshots of unfinished ones.
 
-    Of a finished multi-head cell the weights are kept as well, so that it can be uptrained.
+    The weights of a finished multi-head cell are kept too, so that it can be uptrained.
     """
 
     directory: Path
 
-    def read(self, cell: Cell) -> dict[str, Any] | None:
-        """What was found for ``cell``; None if it is not finished."""
+    def read(self, cell: TrainingRun) -> dict[str, Any] | None:
+        """What is kept for ``cell``; None if it is not finished."""
         try:
             kept = json.loads(self._path(cell).read_text(encoding="utf-8"))
-            # one that somebody has edited is trained again
-            return kept if _whole(kept, cell) else None
+            # an edited file is trained again
+            return kept if _is_complete(kept, cell) else None
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
-    def finish(self, cell: Cell, *, progress: Progress = silent) -> dict[str, Any] | None:
-        """Train ``cell``, or go on from where a kill left it, and keep it; None if another process is at it.
+    def finish(self, cell: TrainingRun, *, progress: Progress = silent) -> dict[str, Any] | None:
+        """Train ``cell``, or resume it after a kill, and keep it; None if another process is training it.
 
-        What is kept: ``identity``, the ``row`` of the result, the fields of the training's history and the ``run``.
+        Kept are ``identity``, the ``row`` of the result, the fields of the training's history and the ``run`` record.
         """
-        with alone(self.directory / cell.name) as ours:
+        with try_lock(self.directory / cell.name) as ours:
             if not ours:
                 return None
-            found = self.read(cell) or self._finish(cell, progress)
+            kept = self.read(cell) or self._finish(cell, progress)
             if not cell.keeps_weights:
-                # here, so that one which a kill left beside a finished cell goes too; what is none of ours stays
+                # also a snapshot that a kill left beside a finished cell; a file that is not ours stays
                 with suppress(KvprobeError):
                     self._snapshot(cell).remove()
-            return found
+            return kept
 
-    def weights(self, cell: Cell) -> Decoder:
-        """The decoder of a finished multi-head cell. Raises KvprobeError where its weights are not there any more."""
+    def weights(self, cell: TrainingRun) -> Decoder:
+        """The decoder of a finished multi-head cell. Raises KvprobeError if its weights are no longer there."""
         kept = self._snapshot(cell).read()
         if kept is None:
             raise KvprobeError(
-                f"the weights of {cell.words} are not in {self.directory} any more: remove {cell.name}.json there too, "
+                f"the weights of {cell.words} are no longer in {self.directory}: remove {cell.name}.json there too, "
                 "and the cell is trained again"
             )
         decoder = seeded(cell.config, seed=cell.plan.seed)
@@ -161,14 +161,14 @@ class Shelf:
             raise self._snapshot(cell).foreign() from None
         return decoder.to(cell.device)
 
-    def _finish(self, cell: Cell, progress: Progress) -> dict[str, Any]:
+    def _finish(self, cell: TrainingRun, progress: Progress) -> dict[str, Any]:
         row: Row = {"n_kv_heads": cell.config.n_kv_heads, "seed": cell.plan.seed}
         if cell.parent is None:
             decoder, before = seeded(cell.config, seed=cell.plan.seed).to(cell.device), {}
         else:
-            whole = self.weights(cell.parent)
-            decoder = share_heads(whole, cell.config.n_kv_heads)
-            losses = [validate(model, cell.corpus, cell.plan) for model in (whole, decoder)]
+            parent = self.weights(cell.parent)
+            decoder = share_heads(parent, cell.config.n_kv_heads)
+            losses = [validate(model, cell.corpus, cell.plan) for model in (parent, decoder)]
             self._check_weights(cell.parent, losses[0])
             before = {"loss_before": losses[0], "loss_pooled": losses[1], "uptrain_steps": cell.plan.steps}
         snapshot = self._snapshot(cell)
@@ -176,39 +176,39 @@ class Shelf:
         row |= {"best_val_loss": history.best.loss, **shape_row(cell.config), **before}
         row |= {} if cell.parent is None else {"loss_after": history.last.loss}
         run = run_record(threads=torch.get_num_threads(), device=cell.device)
-        found = {"identity": cell.identity, "row": row, **asdict(history), "run": run}
-        text = json.dumps(found, indent=1, allow_nan=False)
+        finished = {"identity": cell.identity, "row": row, **asdict(history), "run": run}
+        text = json.dumps(finished, indent=1, allow_nan=False)
         try:
             write_whole(self._path(cell), text + "\n")
         except OSError as error:
             raise disk_error(error, self._path(cell)) from error
         if cell.keeps_weights:
-            # without the optimizer's moments, which are twice as much
+            # without the optimizer's moments, which are twice as large
             snapshot.write(asdict(history), weights_of(decoder))
         # as the next reader has it
         kept: dict[str, Any] = json.loads(text)
         return kept
 
-    def _check_weights(self, cell: Cell, loss: float) -> None:
-        """Raise KvprobeError where the kept weights do not have the ``loss`` that the cell ended with."""
+    def _check_weights(self, cell: TrainingRun, loss: float) -> None:
+        """Raise KvprobeError if the kept weights' ``loss`` is not the one that the cell ended with."""
         kept = self.read(cell)
-        # other threads and kernels round elsewhere
+        # other thread counts and kernels round differently
         if kept is not None and not math.isclose(kept["validations"][-1][1], loss, rel_tol=1e-3):
             raise KvprobeError(
-                f"the weights kept of {cell.words} have a loss of {loss:.3f} and ended with "
+                f"the kept weights of {cell.words} have a loss of {loss:.3f}, but training ended at "
                 f"{kept['validations'][-1][1]:.3f}: remove {cell.name}.json and .safetensors in {self.directory}, and "
                 "the cell is trained again"
             )
 
-    def _snapshot(self, cell: Cell) -> Snapshot:
+    def _snapshot(self, cell: TrainingRun) -> Snapshot:
         return Snapshot(self.directory / f"{cell.name}.safetensors", cell.identity)
 
-    def _path(self, cell: Cell) -> Path:
+    def _path(self, cell: TrainingRun) -> Path:
         return self.directory / f"{cell.name}.json"
 
 
-def _whole(kept: dict[str, Any], cell: Cell) -> bool:
-    """Whether ``kept`` is what was found for ``cell``, as far as that can be told."""
+def _is_complete(kept: dict[str, Any], cell: TrainingRun) -> bool:
+    """Whether ``kept`` is a complete result of ``cell``, as far as that can be told."""
     row, validations = kept["row"], kept["validations"]
     losses = [row["best_val_loss"], *(loss for name, loss in row.items() if name.startswith("loss_"))]
     expected = {"n_kv_heads": cell.config.n_kv_heads, "seed": cell.plan.seed, **shape_row(cell.config)}
@@ -225,33 +225,33 @@ def _whole(kept: dict[str, Any], cell: Cell) -> bool:
     )
 
 
-def finish_all(cells: Sequence[Cell], shelf: Shelf, *, progress: Progress = silent) -> list[dict[str, Any]]:
-    """Finish every cell, those first that nobody is at. Two processes share the work; a dead one's cells are resumed.
+def finish_all(cells: Sequence[TrainingRun], store: RunStore, *, progress: Progress = silent) -> list[dict[str, Any]]:
+    """Finish every cell, first those that no other process is training; cells of a dead process are resumed.
 
-    Raises ValueError for a cell whose parent is not among them: nobody would train it.
+    Raises ValueError for a cell whose parent is not among them: nobody would train the parent.
     """
     names = {cell.name for cell in cells}
     if orphans := [cell.words for cell in cells if cell.parent is not None and cell.parent.name not in names]:
-        raise ValueError(f"the multi-head cell that {orphans[0]} goes on from is not among the cells")
+        raise ValueError(f"the multi-head cell from which {orphans[0]} continues is not among the cells")
     kept: dict[str, dict[str, Any]] = {}
     while True:
         for cell in cells:
             waits = cell.parent is not None and cell.parent.name not in kept
-            if cell.name not in kept and not waits and (found := shelf.finish(cell, progress=progress)) is not None:
-                kept[cell.name] = found
+            if cell.name not in kept and not waits and (done := store.finish(cell, progress=progress)) is not None:
+                kept[cell.name] = done
         if len(kept) == len(cells):
             return [kept[cell.name] for cell in cells]
-        progress("waiting for the cells of another process", len(kept), len(cells), "cells")
+        progress("waiting for another process's cells", len(kept), len(cells), "cells")
         time.sleep(PATIENCE)
 
 
 def _set(settings: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not at their default, as JSON has them: a new field orphans no kept cell."""
+    """The fields of a dataclass that are not at their defaults, as JSON: a new field invalidates no kept cell."""
     given = {}
-    for one in fields(settings):
-        value = getattr(settings, one.name)
-        default = one.default_factory() if one.default_factory is not MISSING else one.default
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
         if value != default:
-            given[one.name] = _set(value) if is_dataclass(value) else value
-    found: dict[str, Any] = json.loads(json.dumps(given))
-    return found
+            given[field.name] = _set(value) if is_dataclass(value) else value
+    as_json: dict[str, Any] = json.loads(json.dumps(given))
+    return as_json

@@ -18,13 +18,13 @@ from kvprobe.results.visible import shown, visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# without a terminal a bar would be noise: a line at the start of each piece of work and then at most this often
+# without a terminal a bar would be noise: one line at the start of each piece of work, then at most this often
 SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Progress]:
-    """A bar on standard error while the block runs; lines where that is no terminal; nothing if ``quiet``."""
+    """A progress bar on standard error, or lines if that is not a terminal; nothing if ``quiet``."""
     if quiet:
         yield _watchful(silent)
     elif sys.stderr.isatty():
@@ -35,7 +35,7 @@ def progress_bar(quiet: bool) -> Iterator[Progress]:
 
 
 def _watchful(progress: Progress) -> Progress:
-    """The same, ending at its next step what Ctrl-C could not end because Python dropped it."""
+    """The same, but its next step raises a Ctrl-C that Python dropped."""
 
     def step(what: str, done: int, total: int | None, unit: str = "") -> None:
         interrupts.check()
@@ -60,7 +60,7 @@ def _rich_bar() -> Iterator[Progress]:
     from rich.progress import Progress as RichProgress
 
     class Amount(ProgressColumn):
-        """Bytes with their rate, anything else as counts."""
+        """Bytes with their rate; anything else as counts."""
 
         def render(self, task: Any) -> Any:
             if task.fields["unit"] == "bytes":
@@ -101,7 +101,7 @@ def notice(text: str, *, quiet: bool = False) -> None:
 
 
 def emit(result: Result, *, format_: str, out: str | None, columns: Sequence[str], summary: Sequence[str] = ()) -> None:
-    """Print or write a result: ``columns`` are the fields a table shows, ``summary`` the lines under it."""
+    """Print or write a result; a table shows the fields ``columns`` and below it the lines ``summary``."""
     interrupts.check()
     if out is None and sys.stdout is None:
         raise KvprobeError("standard output is closed: name a file with --out")
@@ -118,7 +118,7 @@ def emit(result: Result, *, format_: str, out: str | None, columns: Sequence[str
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Rows as aligned plain text, numbers to the right; null is a dash."""
+    """Rows as aligned plain text, with numbers right-aligned and a dash for null."""
     cells = [[_cell(row[column]) for column in columns] for row in rows]
     left = [all(isinstance(row[column], str) or row[column] is None for row in rows) for column in columns]
     widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
@@ -144,14 +144,14 @@ def _cell(value: Any) -> str:
 
 
 def save_plot(figure: "Figure", path: str) -> None:
-    """Write a figure, whole or not at all, in the format that the path ends in."""
+    """Write a figure, whole or not at all, in the format of the path's suffix."""
     import io
     from pathlib import Path
 
     import matplotlib as mpl
 
     buffer = io.BytesIO()
-    # text as text in svg, TrueType in pdf: what a paper's publisher asks for
+    # text as text in svg and TrueType in pdf, as publishers ask
     with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
         figure.savefig(buffer, format=Path(path).suffix[1:].lower(), dpi=200)
     write_whole(path, buffer.getvalue())

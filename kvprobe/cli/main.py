@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from kvprobe import __version__
-from kvprobe.cli.process import settle
+from kvprobe.cli.process import tune_process
 from kvprobe.errors import KvprobeError
 from kvprobe.progress import Progress
 from kvprobe.results.visible import visible
@@ -271,7 +271,7 @@ def run(command: click.Command, arguments: list[str] | None = None, *, name: str
     done = interrupts.work()
     try:
         try:
-            settle()
+            tune_process()
             value = command.main(args=arguments, prog_name=name, standalone_mode=False)
             if sys.stdout is not None:  # as after `>&-`
                 sys.stdout.flush()

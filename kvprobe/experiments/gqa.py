@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.cells.run_store import Cell, Shelf, config_of, finish_all, shape_row
+from kvprobe.cells.run_store import RunStore, TrainingRun, config_of, finish_all, shape_row
 from kvprobe.decoder.model import Decoder, from_hf
 from kvprobe.decoder.pool_kv_heads import share_heads
 from kvprobe.errors import KvprobeError
@@ -21,7 +21,7 @@ from kvprobe.results.record import run_record
 from kvprobe.results.result import Result, Row
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.text.corpus import Corpus
-from kvprobe.training.loop import Plan, check
+from kvprobe.training.loop import TrainConfig, check
 
 N_HEADS = 8
 MARGIN = 0.05
@@ -37,18 +37,18 @@ class Protocol:
     length: int = 128
     n_train: int = 100_000
     n_valid: int = 3_000
-    plan: Plan = field(default_factory=Plan)
+    plan: TrainConfig = field(default_factory=TrainConfig)
 
 
 QUICK = Protocol(
     n_layers=4,
     width=128,
     n_valid=300,
-    plan=Plan(steps=60, batch=16, validate_every=30),
+    plan=TrainConfig(steps=60, batch=16, validate_every=30),
 )
 
 
-def _uptrain_steps(uptrain: float, plan: Plan) -> int:
+def _uptrain_steps(uptrain: float, plan: TrainConfig) -> int:
     return max(1, round(uptrain * plan.steps))
 
 
@@ -71,7 +71,7 @@ def cells(
     seeds: Sequence[int],
     uptrain: float | None = None,
     device: str = "cpu",
-) -> list[Cell]:
+) -> list[TrainingRun]:
     """What is to be trained, seed by seed, so that a run cut short has whole seeds; each checked before the first step.
 
     With ``uptrain``, a fraction of the steps, every seed has its multi-head model first and then that model with its
@@ -90,9 +90,9 @@ def cells(
     for seed in seeds:
         plan = replace(protocol.plan, seed=seed)
         size = {"vocab": corpus.vocab, "length": corpus.length, "n_layers": protocol.n_layers, "width": protocol.width}
-        mine = [Cell(config_of(n, n_heads=N_HEADS, **size), corpus, plan, device=device) for n in kv_heads]
+        mine = [TrainingRun(config_of(n, n_heads=N_HEADS, **size), corpus, plan, device=device) for n in kv_heads]
         if uptrain is not None:
-            whole = Cell(config_of(N_HEADS, n_heads=N_HEADS, **size), corpus, plan, device=device)
+            whole = TrainingRun(config_of(N_HEADS, n_heads=N_HEADS, **size), corpus, plan, device=device)
             mine = [whole, *(whole.uptrained(n, steps=_uptrain_steps(uptrain, plan)) for n in kv_heads)]
         found += mine
     for cell in found:
@@ -102,7 +102,7 @@ def cells(
 
 def run(
     corpus: Corpus,
-    shelf: Shelf,
+    store: RunStore,
     protocol: Protocol | None = None,
     *,
     kv_heads: Sequence[int] = (8, 4, 2, 1),
@@ -113,7 +113,7 @@ def run(
     collect: bool = False,
     progress: Progress = silent,
 ) -> Result:
-    """A row a head count and seed, of cells trained now or kept on ``shelf``; the record has the :func:`summary`.
+    """A row a head count and seed, of cells trained now or kept on ``store``; the record has the :func:`summary`.
 
     ``collect`` trains nothing: rows are of the cells that are kept, and the record names those ``missing``. Raises
     ValueError and KvprobeError before the first step for what cannot be trained, and where nothing is kept.
@@ -123,13 +123,13 @@ def run(
     tost([0.0], margin=margin)  # refused now, and not after hours
     wanted = cells(corpus, protocol, kv_heads=kv_heads, seeds=seeds, uptrain=uptrain, device=device)
     if not collect:
-        finish_all(wanted, shelf, progress=progress)
+        finish_all(wanted, store, progress=progress)
     shown = [cell for cell in wanted if (cell.parent is None) == (uptrain is None)]
-    kept = {cell.words: shelf.read(cell) for cell in shown}
+    kept = {cell.words: store.read(cell) for cell in shown}
     there = [found for found in kept.values() if found is not None]
     if not there:
         raise KvprobeError(
-            f"none of the cells asked for is in {shelf.directory}: name the directory in which they were trained, of "
+            f"none of the cells asked for is in {store.directory}: name the directory in which they were trained, of "
             "this text, or train them first"
         )
     rows = [_row(found) for found in there]

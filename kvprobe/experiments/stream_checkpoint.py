@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kvprobe.caches.kv_cache import RollingCache
 from kvprobe.errors import KvprobeError
-from kvprobe.files.store import alone
+from kvprobe.files.store import try_lock
 from kvprobe.training.checkpoint import Kind, Snapshot, fingerprint
 
 STREAM = Kind(
     key="kvprobe stream",
     what="state",
     run="stream",
-    remedy="give another --state",
+    hint="give another --state",
     afresh="give another --state, or --no-resume to start afresh",
 )
 
@@ -100,7 +100,7 @@ class State:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Only one run at a time; another is refused (KvprobeError). The system lets go when the holder dies."""
-        with alone(self.path) as ours:
+        with try_lock(self.path) as ours:
             if not ours:
                 raise KvprobeError("another run of this stream is under way: let it end, or give another --state")
             yield

@@ -1,1 +1,1 @@
-"""How are files read and written, so that each is there whole or not at all?"""
+"""How are files read, and written so that each appears whole or not at all?"""

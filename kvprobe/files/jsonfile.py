@@ -1,4 +1,4 @@
-"""How is JSON read that somebody else wrote: damaged, nested without end, or too large to be what it should be?"""
+"""How is JSON read that somebody else wrote, and that may be damaged, endlessly nested or far too large?"""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from kvprobe.errors import KvprobeError
 
 LIMIT = 1 << 26
-"""Bytes of the largest file that is read: no configuration or index comes near it."""
+"""Size in bytes of the largest file that is read; no configuration or index comes near it."""
 
 
 def read_json(path: Path, what: str) -> Any:
@@ -18,14 +18,15 @@ def read_json(path: Path, what: str) -> Any:
     except OSError as error:
         raise KvprobeError(f"{what} cannot be read: {error.strerror or error}") from error
     if len(data) > LIMIT:
-        raise KvprobeError(f"{what} is larger than {LIMIT / 2**20:.0f} MiB, which no such file is")
+        raise KvprobeError(f"{what} is larger than {LIMIT / 2**20:.0f} MiB, too large for such a file")
     return parse_json(data, what)
 
 
 def parse_json(data: str | bytes, what: str, *, unique: bool = False) -> Any:
-    """The value that ``data`` spells. Raises KvprobeError, which calls it ``what``, for what is not JSON.
+    """The value in ``data``, which errors call ``what``.
 
-    So it does for JSON nested deeper than Python's stack, and with ``unique`` for an object that has a key twice.
+    Raises KvprobeError for data that is not JSON or nests deeper than Python's stack and, with ``unique``, if an object
+    has a key twice.
     """
     try:
         return json.loads(data, object_pairs_hook=_object if unique else None)
@@ -36,17 +37,17 @@ def parse_json(data: str | bytes, what: str, *, unique: bool = False) -> Any:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The object in a file. Raises KvprobeError as `read_json` does, and for any other value."""
-    found = read_json(path, what)
-    if not isinstance(found, dict):
-        raise KvprobeError(f"{what} holds no JSON object")
-    return found
+    """The object in a file. Raises KvprobeError as `read_json` does, and if the value is not an object."""
+    value = read_json(path, what)
+    if not isinstance(value, dict):
+        raise KvprobeError(f"{what} is not a JSON object")
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise ValueError(f"the key {twice!r} stands twice in one object")
-    return found
+        raise ValueError(f"the key {twice!r} appears twice in one object")
+    return fields

@@ -1,4 +1,4 @@
-"""Where does kvprobe keep what it fetched, and how does a directory appear there whole or not at all?"""
+"""Where does kvprobe keep what it fetches, and how does a directory appear there whole or not at all?"""
 
 import contextlib
 import errno
@@ -23,18 +23,17 @@ _PARTIAL = ".partial-"
 
 
 def home() -> Path:
-    """The directory of everything kvprobe fetched: ``KVPROBE_HOME``, else the platform's cache directory.
+    """The directory of everything kvprobe fetches: ``KVPROBE_HOME``, or else the platform's cache directory.
 
-    Raises KvprobeError for a KVPROBE_HOME that can be none.
+    Raises KvprobeError if KVPROBE_HOME cannot be a directory.
     """
     if chosen := os.environ.get("KVPROBE_HOME"):
         try:
             chosen.encode()
             return Path(chosen).expanduser()
         except (RuntimeError, UnicodeEncodeError) as error:
-            why = "of a user who has no home" if isinstance(error, RuntimeError) else "not UTF-8"
-            said = f"KVPROBE_HOME is {chosen!r}, {why}"
-            raise KvprobeError(f"{said}: set it to a directory that can be written") from None
+            why = "whose user has no home directory" if isinstance(error, RuntimeError) else "not UTF-8"
+            raise KvprobeError(f"KVPROBE_HOME is {chosen!r}, {why}: set it to a writable directory") from None
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("kvprobe", appauthor=False))
@@ -52,32 +51,32 @@ def sha256(path: Path, *, progress: Progress = silent) -> str:
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest of a finished directory; None where there is none, or a file it names is missing or cut.
+    """The manifest of a finished directory; None if it is absent, or if a file it names is missing or truncated.
 
-    Compares sizes, which costs nothing; `damage` compares the checksums.
+    Compares sizes, which costs nothing; `verify` compares the checksums.
     """
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         files = manifest["files"]
-        whole = [
+        checked = [
             (directory / name).stat().st_size == of["bytes"]
             and isinstance(of["sha256"], str)
-            # of somebody else's manifest nothing is read that lies elsewhere or has no end
+            # a foreign manifest may name files elsewhere, or devices that never end
             and Path(name).name == name
             and (directory / name).is_file()
             for name, of in files.items()
         ]
-    # whatever JSON a damaged entry holds, it concerns no other
+    # whatever a damaged entry holds, it must not stop work on the others
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return manifest if whole and all(whole) else None
+    return manifest if checked and all(checked) else None
 
 
-def damage(directory: Path, *, progress: Progress = silent) -> str | None:
-    """What is wrong with a finished directory, file by file against its manifest's SHA-256; None if nothing is."""
+def verify(directory: Path, *, progress: Progress = silent) -> str | None:
+    """What is wrong with a finished directory, by its manifest's SHA-256 of every file; None if nothing is."""
     manifest = read_manifest(directory)
     if manifest is None:
-        return "a file is missing or cut"
+        return "a file is missing or truncated"
     for name, of in manifest["files"].items():
         if (got := sha256(directory / name, progress=progress)) != of["sha256"]:
             return f"{name} has the SHA-256 {got}, not {of['sha256']}"
@@ -85,7 +84,7 @@ def damage(directory: Path, *, progress: Progress = silent) -> str | None:
 
 
 def write_manifest(directory: Path, about: dict[str, Any], *, progress: Progress = silent) -> None:
-    """Writes `about` with the size and SHA-256 of every file of the directory as its manifest."""
+    """Write the manifest of a directory: `about`, and the size and SHA-256 of every file."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path, progress=progress)}
         for path in sorted(directory.iterdir())
@@ -96,9 +95,9 @@ def write_manifest(directory: Path, about: dict[str, Any], *, progress: Progress
 
 @contextlib.contextmanager
 def locked(target: Path, *, progress: Progress = silent) -> Iterator[None]:
-    """Only one process at a time works on `target`; another waits and says so.
+    """Let one process at a time work on `target`; another waits and reports it.
 
-    The operating system lets go of the lock when its holder dies, so a killed run blocks nobody.
+    The operating system releases the lock when its holder dies, so a killed run blocks nobody.
     """
     import filelock
 
@@ -111,7 +110,7 @@ def locked(target: Path, *, progress: Progress = silent) -> Iterator[None]:
             break
         except filelock.Timeout:
             waited = int(time.monotonic() - start)
-            progress(f"waiting for another run that makes {target.name}", waited, None, "s")
+            progress(f"waiting for another run to make {target.name}", waited, None, "s")
     try:
         yield
     finally:
@@ -119,10 +118,10 @@ def locked(target: Path, *, progress: Progress = silent) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(target: Path) -> Iterator[bool]:
-    """Whether nobody else works on the file `target`, without waiting; nobody does until the block is left.
+def try_lock(target: Path) -> Iterator[bool]:
+    """Lock the file `target` for the block if no other process has: yields whether it did, without waiting.
 
-    The operating system lets go when the holder dies. Raises KvprobeError where the place cannot be written.
+    The operating system releases the lock when its holder dies. Raises KvprobeError if the lock cannot be written.
     """
     import filelock
 
@@ -140,18 +139,18 @@ def alone(target: Path) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
-        # should two meet in this moment and both go on: every write is whole, and both write the same
+        # two processes that meet at this moment may both go on: writes are atomic, and both write the same
         with contextlib.suppress(OSError):
             place.unlink()
 
 
 def sweep(folder: Path) -> None:
-    """Remove what runs that were killed left half made in a folder of ours; what a living one makes, its lock keeps."""
+    """Remove what killed runs left half-made in one of our folders; a lock protects what a live run is making."""
     for stale in folder.glob(".*.partial*"):
         name = stale.name[1:].rpartition(".partial")[0]
         with contextlib.ExitStack() as locks:
-            # a training locks its cell, whose weights are in a file of that name
-            if all(_is_free(folder / f".{one}.lock", locks) for one in {name, name.removesuffix(".safetensors")}):
+            # a training run locks its name; its weights are in a file of that name with a suffix
+            if all(_is_free(folder / f".{stem}.lock", locks) for stem in {name, name.removesuffix(".safetensors")}):
                 if stale.is_dir():
                     shutil.rmtree(stale, ignore_errors=True)
                 else:
@@ -160,7 +159,7 @@ def sweep(folder: Path) -> None:
 
 
 def sweep_all() -> None:
-    """Sweep every folder of ours. What cannot be removed is no reason for a command to fail."""
+    """Sweep all our folders. A file that cannot be removed must not make a command fail."""
     with contextlib.suppress(OSError, KvprobeError):
         for folder in home().iterdir():
             if folder.is_dir():
@@ -168,7 +167,7 @@ def sweep_all() -> None:
 
 
 def _is_free(lock: Path, locks: contextlib.ExitStack) -> bool:
-    """Whether nobody holds a lock; then it is ours until ``locks`` are let go. Who holds one has made its file."""
+    """Whether nobody holds a lock; it is then ours until ``locks`` closes. A held lock always has its file."""
     import filelock
 
     with contextlib.suppress(filelock.Timeout):
@@ -178,12 +177,12 @@ def _is_free(lock: Path, locks: contextlib.ExitStack) -> bool:
     return False
 
 
-def publish(target: Path, build: Callable[[Path], None], *, progress: Progress = silent) -> Path:
-    """Makes the directory `target` by `build(directory)`, so that it is there whole or not at all.
+def atomic_dir(target: Path, build: Callable[[Path], None], *, progress: Progress = silent) -> Path:
+    """Make the directory `target` with `build(directory)`, so that it appears whole or not at all.
 
-    `build` fills a directory beside the target, which is renamed at the end; a target that is there already and whole
-    (by its manifest's sizes) is left as it is. Nothing half-written stays, also on Ctrl-C; what a killed run left is
-    cleared by the next one. Raises KvprobeError when the disk is full or the place cannot be written.
+    `build` fills a directory beside the target, which is renamed at the end; a target that is already whole (by its
+    manifest's sizes) is left alone. Nothing half-written remains, even on Ctrl-C; the next run removes what a killed
+    one left. Raises KvprobeError if the disk is full or the target cannot be written.
     """
     try:
         sweep(target.parent)
@@ -208,37 +207,37 @@ def publish(target: Path, build: Callable[[Path], None], *, progress: Progress =
 
 
 def disk_full(said: str, place: Path) -> bool:
-    """Whether a child process failed for want of room: by what it said, or by a disk too full even for that."""
+    """Whether a child process failed because the disk is full: its output says so, or the disk had no room for it."""
     return "No space left" in said or shutil.disk_usage(place).free < 1 << 20
 
 
-def disk_error(error: OSError, target: Path, *, instead: str | None = None) -> KvprobeError:
-    """The same failure as one sentence about the place that could not be written, and what to do ``instead``."""
-    if instead is None and home() not in target.absolute().parents:
-        instead = "choose a place on another disk" if error.errno == errno.ENOSPC else "choose one that can be written"
+def disk_error(error: OSError, target: Path, *, hint: str | None = None) -> KvprobeError:
+    """The same failure as one sentence: what could not be written where, and ``hint``, what to do about it."""
+    if hint is None and home() not in target.absolute().parents:
+        hint = "choose a place on another disk" if error.errno == errno.ENOSPC else "choose a writable one"
     if error.errno == errno.ENOSPC:
         free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
         return KvprobeError(
             f"the disk is full: {target.name} could not be written to {target.parent} ({free / 2**20:,.0f} MiB free); "
-            f"make room, or {instead or 'set KVPROBE_HOME to a directory on another disk'}"
+            f"make room, or {hint or 'set KVPROBE_HOME to a directory on another disk'}"
         )
     return KvprobeError(
         f"{target.name} could not be written to {target.parent}: {error.strerror or error}; "
-        f"{instead or 'set KVPROBE_HOME to a directory that can be written'}"
+        f"{hint or 'set KVPROBE_HOME to a writable directory'}"
     )
 
 
-def check_writable(target: Path, *, instead: str) -> None:
-    """Raise KvprobeError if no file can be made where ``target`` shall be: before the work, and not after it."""
+def check_writable(target: Path, *, hint: str) -> None:
+    """Raise KvprobeError if ``target`` cannot be written: before the work, not after it."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
-        raise disk_error(error, target, instead=instead) from error
+        raise disk_error(error, target, hint=hint) from error
 
 
-# asks the kernel to kill this process with its parent, sees that it is not late, and becomes the command
+# asks the kernel to kill this process with its parent, checks that the parent still lives, and becomes the command
 _TIED = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -250,9 +249,9 @@ if os.getppid() == int(sys.argv[1]):
 def run_watched(
     command: list[str], *, log: Path, watch: Callable[[], None], environment: dict[str, str] | None = None
 ) -> tuple[int, str]:
-    """Runs a command, calling `watch` a few times a second; its exit status and all it said.
+    """Run a command, calling `watch` a few times a second; returns its exit status and all its output.
 
-    The command is ended with us, also on Ctrl-C and SIGTERM and, on Linux, when we are killed.
+    The command ends with this process: on Ctrl-C, on SIGTERM and, on Linux, on SIGKILL.
     """
     tied = [sys.executable, "-ISc", _TIED, str(os.getpid()), *command] if sys.platform == "linux" else command
     with log.open("wb") as output:

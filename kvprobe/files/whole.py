@@ -1,4 +1,4 @@
-"""How is a file written so that it is there whole or, after a kill, as it was before?"""
+"""How is a file written so that, even after a kill, it is either new and complete or as it was before?"""
 
 import os
 import sys
@@ -11,9 +11,9 @@ _TEMPORARY = ".kvprobe-"
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file so that it is there whole or, after a kill or on a full disk, as it was before.
+    """Write a file completely or, after a kill or on a full disk, leave it as it was.
 
-    A link stays a link: what it points to is written. A device or a pipe is written into, never replaced.
+    A link stays a link: its target is written. A device or a pipe is written into, never replaced.
     """
     path = Path(path).resolve()
     data = content.encode() if isinstance(content, str) else content
@@ -31,7 +31,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             _is_ours(file)
             file.write(data)
-        # mkstemp makes private files; a result is as readable as any file the user writes
+        # mkstemp makes private files; a result should be as readable as any file the user writes
         umask = os.umask(0)
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)
@@ -42,10 +42,10 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 
 def sweep_temporaries(folder: Path) -> None:
-    """Remove what runs that were killed in the middle of `write_whole` left in a folder."""
+    """Remove what runs killed inside `write_whole` left in a folder."""
     for stale in folder.glob(f"{_TEMPORARY}*-*"):
         owner = stale.name.removeprefix(_TEMPORARY).partition("-")[0]
-        # another run may sweep as well, and what cannot be removed is no reason to write nothing
+        # another run may sweep too, and a file that cannot be removed must not stop the write
         with suppress(OSError):
             if owner.isdecimal() and not _lives(int(owner)):
                 with stale.open("r+b") as file:
@@ -60,7 +60,7 @@ def _lives(process: int) -> bool:
 
 
 def _is_ours(file: BinaryIO) -> bool:
-    """Lock a file, if nobody has, until it is closed: whose process is not of this machine may write it as well."""
+    """Lock a file until it is closed, if nobody has: its writer may be a process on another machine."""
     if sys.platform != "win32":
         import fcntl
 

@@ -1,1 +1,1 @@
-"""What does a model's name mean, and how does the model come to this machine?"""
+"""What does a model's name mean, and how does the model get onto this machine?"""

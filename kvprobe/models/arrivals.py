@@ -1,7 +1,7 @@
-"""Does every tensor of a checkpoint arrive in the model as the number that it stands for?
+"""Does every tensor of a checkpoint arrive in the model with the numbers that it stands for?
 
-Asked twice: of the files before anything is loaded (codes without their loader), and of what transformers reports after
-it (weights made up, tensors left over).
+Checked twice: in the files before loading (codes that nothing would decode), and in what transformers reports after
+loading (weights made up, tensors left over).
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.models.headers import Tensor, weight_files
 
-# what transformers itself turns back into floating numbers while it loads, and needs no other package for
+# what transformers decodes into floating-point numbers while loading, without another package
 DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
 _MAKERS = {
     "gptq": "GPTQ",
@@ -21,24 +21,24 @@ _MAKERS = {
     "compressed-tensors": "compressed-tensors",
     "modelopt": "ModelOpt",
 }
-# of quantised weights: codes, scales, zero points, and what else their libraries keep beside them
+# tensors of quantised weights: codes, scales, zero points, and what else their libraries store beside them
 _OF_CODES = re.compile(
     r"(^|\.)((weight|input|output|activation|act|pre_quant|q|k|v|kv|key|value)_scales?(_inv|_\d)?|scales|_scale|_data)$"
     r"|(^|[._])(qweight|qzeros|qscales|g_idx|scale_inv|zero_points?|weight_packed|weight_shape|(nested_)?absmax"
     r"|(nested_)?quant_map|quant_state\..*|SCB|amax|codebooks)$"
 )
 _CODE_TYPES = ("F8_", "F6_", "F4", "I8", "U8", "I16", "U16", "I32", "U32", "U64")
-# made anew from the configuration whenever a model is built: what a file holds of them is not needed
+# computed from the configuration whenever a model is built, so not needed from a file
 _RECOMPUTED = re.compile(
     r"(^|\.)((original_)?inv_freq|(cos|sin)_cached|freqs_cis|masked_bias|causal_mask|position_ids|token_type_ids"
     r"|embed_positions(\.weights)?|_float_tensor)$"
 )
 _MASK = re.compile(r"(^|\.)(attn|attention|crossattention)\.bias$")
-# of other tasks, each beside the head that predicts the next token: they read the last states, and nothing reads them
+# heads of other tasks, beside the one that predicts the next token: nothing reads their output
 _OTHER_HEADS = re.compile(r"^(score|classifier|v_head)\.")
 _UNSAID = "unsaid"
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.(\d+)\.")
-# of a layer that predicts the token after the next, and takes no part in predicting the next
+# tensors of a layer that predicts the token after the next and does not affect the next
 _FORESIGHT = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head)(\.|$)")
 _FORESIGHT_PART = re.compile(r"^(model\.)?(mtp|nextn)[a-z_]*\.")
 _OTHER_TOWERS = re.compile(
@@ -49,9 +49,9 @@ _OTHER_TOWERS = re.compile(
 
 
 def refuse_codes(name: str, directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str | None:
-    """Raise UnsupportedModelError for quantised weights that nobody here would turn back into numbers.
+    """Raise UnsupportedModelError for quantised weights that nothing here would decode.
 
-    The quantisation method, where transformers does so itself; None for weights that are numbers as they stand.
+    Returns the quantisation method if transformers decodes it; None for plain weights.
     """
     method = _method(config)
     if method is not None and method not in DEQUANTISED:
@@ -61,7 +61,7 @@ def refuse_codes(name: str, directory: Path, config: Mapping[str, Any], tensors:
         for key in codes:
             scales = _scales_of(key, tensors)
             if not scales and not _is_scale(key):
-                raise _refused(name, f"by {method}, and nothing says how {key} ({tensors[key].dtype}) is scaled")
+                raise _refused(name, f"by {method}, but nothing says how {key} ({tensors[key].dtype}) is scaled")
             for scale in scales if method != "mxfp4" else ():
                 _refuse_misfit(name, key, scale, tensors, _block(config))
         return method
@@ -76,18 +76,18 @@ def refuse_codes(name: str, directory: Path, config: Mapping[str, Any], tensors:
 def refuse_losses(
     name: str, report: Mapping[str, Collection[Any]], tensors: Mapping[str, Tensor], *, n_layers: int, towers: bool
 ) -> None:
-    """Raise KvprobeError where transformers made a weight up, or left a tensor out that could change a number.
+    """Raise KvprobeError if transformers made up a weight, or left out a tensor that could change a number.
 
-    ``report`` is the loading information of ``from_pretrained``; ``towers`` whether the model has parts besides the one
-    for text. What may be left out: buffers that are made anew, parts for images and sound, heads of other tasks, and
-    layers behind the last one that predict a later token.
+    ``report`` is the loading information of ``from_pretrained``; ``towers`` says whether the model has parts other than
+    text. These may be left out: recomputed buffers, parts for images and sound, heads of other tasks, and layers after
+    the last one that predict a later token.
     """
-    # transformers fills what a checkpoint lacks with random numbers: no result may come of that
+    # transformers fills in missing weights with random numbers: no result may come from those
     if missing := sorted(report["missing_keys"]):
         raise KvprobeError(f"the checkpoint of {name} lacks {len(missing)} of the model's weights, first {missing[0]}")
-    for key, held, wanted in sorted(report.get("mismatched_keys") or (), key=str):
+    for key, actual, wanted in sorted(report.get("mismatched_keys") or (), key=str):
         raise KvprobeError(
-            f"{name} has {key} of the shape {_shape(held)} where its config.json wants {_shape(wanted)}: "
+            f"{name} has {key} of the shape {_shape(actual)} where its config.json says {_shape(wanted)}: "
             "they do not belong together"
         )
     if told := list(report.get("error_msgs") or ()):
@@ -98,44 +98,44 @@ def refuse_losses(
     if left:
         raise KvprobeError(
             f"{name} holds {len(left)} tensors that transformers' model does not take, first {left[0]}: "
-            "what would come out is not this model"
+            "the result would not be this model"
         )
 
 
 def refuse_undequantised(name: str, model: Any) -> None:
-    """Raise UnsupportedModelError for a loaded model of which a parameter is no ordinary floating number."""
+    """Raise UnsupportedModelError for a loaded model with a parameter that is not ordinary floating point."""
     for path, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             raise _refused(name, f"and stayed so while it was loaded ({path}, {str(parameter.dtype)[6:]})")
 
 
 def other_heads(model: Any, tensors: Mapping[str, Tensor]) -> list[str]:
-    """The tensors of heads for other tasks (a class, a reward) that a causal model has left where they are."""
+    """The tensors of heads for other tasks (a class, a reward), which a causal model does not load."""
     return sorted(key for key in tensors if _OTHER_HEADS.search(key) and not hasattr(model, key.partition(".")[0]))
 
 
 def refuse_other_rotation(name: str, directory: Path, model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Raise KvprobeError where the frequencies of RoPE that the files hold are none of those that the model computes.
+    """Raise KvprobeError if RoPE frequencies in the files differ from all those that the model computes.
 
-    Equal means up to the rounding of the type that they are stored in. A scaling of positions left the plain ones in
-    the file, so those of the configuration's base are taken too. Families that keep no frequencies are let be.
+    Equal means up to rounding of the stored type. With scaled positions a file still has the plain frequencies, so
+    those of the configuration's base are accepted too. Families that store no frequencies are not checked.
     """
     import torch
     from safetensors import safe_open
 
     made = [buffer.float().flatten() for key, buffer in model.named_buffers() if _is_rotation(key)]
-    held = [key for key in tensors if _is_rotation(key)]
-    if not held or not made:
+    keys = [key for key in tensors if _is_rotation(key)]
+    if not keys or not made:
         return
     for base in _bases(model.config.get_text_config()):
-        made += [base ** -(torch.arange(size) / size) for size in {len(one) for one in made}]
+        made += [base ** -(torch.arange(size) / size) for size in {len(values) for values in made}]
     paths = {path.name: path for path in weight_files(directory)}
-    for key in held:
+    for key in keys:
         with safe_open(paths[tensors[key].file], framework="pt") as file:
             stored = file.get_tensor(key).flatten()
         kind = torch.finfo(stored.dtype if stored.is_floating_point() else torch.float32)
         near, least = max(1e-5, 4 * kind.eps), kind.smallest_normal * kind.eps
-        same = (torch.allclose(stored.float(), one, rtol=near, atol=least) for one in made if len(one) == len(stored))
+        same = (torch.allclose(stored.float(), of, rtol=near, atol=least) for of in made if len(of) == len(stored))
         if not any(same):
             raise KvprobeError(
                 f"{name} has a RoPE in {key} ({_frequencies(stored)}) that its config.json does not describe "
@@ -178,21 +178,21 @@ def _method(config: Mapping[str, Any]) -> str | None:
 
 def _refused(name: str, how: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{name} is quantised {how}, and kvprobe measures floating weights alone: take the checkpoint that it was made "
-        "from, or write it out again in bfloat16 with the library that quantised it"
+        f"{name} is quantised {how}, and kvprobe measures only float weights: take the checkpoint that it was made "
+        "from, or save it in bfloat16 with the library that quantised it"
     )
 
 
 def _is_code(key: str, tensor: Tensor) -> bool:
     if _is_recomputed(key, tensor) or key.endswith("tid2eid"):  # DeepSeek-V4's table from tokens to experts
         return False
-    # of these two types transformers makes floating numbers without a word, and other tables may have them
-    whole = tensor.dtype in ("I64", "BOOL") and key.endswith((".weight", ".bias", "_proj"))
-    return whole or tensor.dtype.startswith(_CODE_TYPES)
+    # transformers silently makes floating-point numbers of these two types, which other tables may have
+    is_weight = tensor.dtype in ("I64", "BOOL") and key.endswith((".weight", ".bias", "_proj"))
+    return is_weight or tensor.dtype.startswith(_CODE_TYPES)
 
 
 def _is_scale(key: str) -> bool:
-    # of microscaling formats the scales are bytes too: exponents of two
+    # the scales of microscaling formats are bytes too: exponents of two
     return key.endswith(("_scales", "_scale_inv", "_scale", ".scale", ".scales"))
 
 
@@ -203,7 +203,7 @@ def _scales_of(key: str, tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _block(config: Mapping[str, Any]) -> Any:
-    """Rows and columns that share a scale, as the configuration says; `_UNSAID` where it does not."""
+    """Rows and columns that share a scale, by the configuration; `_UNSAID` if it does not say."""
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, Mapping) else {}):
         said = part.get("quantization_config")
@@ -215,7 +215,7 @@ def _block(config: Mapping[str, Any]) -> Any:
 def _refuse_misfit(name: str, key: str, scale: str, tensors: Mapping[str, Tensor], block: Any) -> None:
     """Raise UnsupportedModelError for scales [.., blocks down, blocks across] that do not fit [.., rows, columns].
 
-    transformers (`Fp8Dequantize`) takes the blocks' size from the number of scales, whatever the configuration says.
+    transformers (`Fp8Dequantize`) derives the block size from the number of scales, whatever the configuration says.
     """
     codes, shape = tensors[key], tensors[scale].shape
     *before, rows, columns = (1,) * (2 - len(codes.shape)) + codes.shape
@@ -229,8 +229,8 @@ def _refuse_misfit(name: str, key: str, scale: str, tensors: Mapping[str, Tensor
             if all(size <= extent or size % extent == 0 for size, extent in ((rows, down), (columns, across))):
                 return
             raise UnsupportedModelError(
-                f"{name} has {key} of the shape {_shape(codes.shape)}, no whole number of blocks of {down} × {across}, "
-                "which transformers would scale by others: take the checkpoint that it was made from"
+                f"{name} has {key} of the shape {_shape(codes.shape)}, not a multiple of blocks of {down} × {across}, "
+                "so transformers would scale by other blocks: take the checkpoint that it was made from"
             )
     said = " × ".join(map(str, block)) if _is_block(block) else repr(block)[:60]
     raise UnsupportedModelError(
@@ -246,12 +246,12 @@ def _is_block(block: Any) -> bool:
 def _is_recomputed(key: str, tensor: Tensor | None) -> bool:
     if _RECOMPUTED.search(key):
         return True
-    # a causal mask [1, 1, positions, positions] under the name that elsewhere is a vector's
+    # a causal mask [1, 1, positions, positions] under a name that elsewhere is a vector's
     return bool(_MASK.search(key)) and tensor is not None and len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1)
 
 
 def _may_be_left(key: str, tensors: Mapping[str, Tensor], n_layers: int, towers: bool) -> bool:
-    # transformers may have put the base model's name before it, or have taken it away
+    # transformers may have added or removed the base model's prefix
     names = (key, f"model.{key}", f"transformer.{key}", key.partition(".")[2])
     source = next((tensors[name] for name in names if name in tensors), None)
     if _is_recomputed(key, source) or _FORESIGHT_PART.search(key) or _OTHER_HEADS.search(key):

@@ -1,4 +1,4 @@
-"""Are a configuration, its weights and its tokenizer what they claim to be, and what does transformers make of them?"""
+"""Are a configuration, weights and tokenizer what they claim to be, and which model does transformers make of them?"""
 
 import contextlib
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.memory import check_memory
 from kvprobe.models import arrivals, hub
 from kvprobe.models.headers import Tensor
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
@@ -17,22 +18,22 @@ if TYPE_CHECKING:
     import torch
 
 MOST = 10_000
-"""Layers, heads or experts of the largest model that is believed: no published one has a tenth of it."""
+"""The most layers, heads or experts that are believed: no published model has a tenth of it."""
 STOCK_CODE = "transformers' own class, the repository's code is not run"
 _COUNTED = re.compile(r"(?<!per)_(layers?|experts?|heads?|blocks)$")
-# whose class is listed as one for images with text, and whose text is predicted token by token all the same
+# families with a class for images and text that still predict text token by token
 _WITH_IMAGES = re.compile(
     r"llava(_next|_next_video|_onevision)?|v(ideo_|ip)llava|qwen2(_5)?_vl|qwen3_vl(_moe)?|mistral3|internvl|idefics[23]"
     r"|smolvlm|aria|aya_vision|cohere2_vision|glm4v(_moe)?|lfm2_vl|ovis2"
 )
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
-# all that a tokenizer can be asked at once: whoever gives no id for any of it reads nothing
+# a tokenizer that gives no id for any of this cannot read text
 _ANYTHING = "The quick brown fox, 0123456789\n ACGT"
 _LARGEST_TOKENIZER = 1 << 29
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> Spec:
-    """The shape that a configuration describes. Raises UnsupportedModelError where it makes no sense."""
+    """The shape that a configuration describes. Raises UnsupportedModelError if it makes no sense."""
     refuse_nonsense(name, config)
     try:
         return Spec.from_config(config)
@@ -45,7 +46,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> Spec:
 
 
 def refuse_nonsense(name: str, config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for counts that no model has and widths that are no whole numbers."""
+    """Raise UnsupportedModelError for counts that no model has and widths that are not positive integers."""
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, Mapping) else {}):
         for key, value in part.items():
@@ -60,7 +61,7 @@ def refuse_nonsense(name: str, config: Mapping[str, Any]) -> None:
 
 
 def refuse_pickles(name: str, directory: Path) -> None:
-    """Raise UnsupportedModelError for a directory that `hub.weight_files` found no weights in."""
+    """Raise UnsupportedModelError for a directory in which `headers.weight_files` found no weights."""
     files = sorted(path.name for path in directory.iterdir())
     if pickled := [file for file in files if file.endswith((".bin", ".pt", ".pth"))]:
         raise UnsupportedModelError(
@@ -76,51 +77,39 @@ def refuse_pickles(name: str, directory: Path) -> None:
 
 
 def refuse_unlike(name: str, spec: Spec, tensors: Mapping[str, Tensor]) -> None:
-    """Raise KvprobeError where the configuration describes far more than the files hold.
+    """Raise KvprobeError if the configuration describes far more than the files hold.
 
-    transformers would build what the configuration says before it looks at the files.
+    transformers would build the configured model before it looks at the files.
     """
     held = n_held(tensors)
     least = spec.vocab_size * spec.hidden_size if spec.n_parameters is None else spec.n_parameters
     if least > 4 * held:
         at_least = "at least " if spec.n_parameters is None else ""
         raise KvprobeError(
-            f"config.json of {name} describes {at_least}{least:,} parameters and its weights hold {held:,}: "
+            f"config.json of {name} describes {at_least}{least:,} parameters, but its weights hold {held:,}: "
             "they do not belong together"
         )
     if spec.n_layers > len(tensors):
         raise KvprobeError(
-            f"config.json of {name} describes {spec.n_layers:,} layers and its weights are {len(tensors):,} tensors: "
+            f"config.json of {name} describes {spec.n_layers:,} layers, but its weights are {len(tensors):,} tensors: "
             "they do not belong together"
         )
 
 
 def refuse_too_big(name: str, tensors: Mapping[str, Tensor], spec: Spec, *, dtype: str, device: "torch.device") -> None:
-    """Raise KvprobeError where the weights at ``dtype`` need more memory than is free."""
+    """Raise KvprobeError if the weights at ``dtype`` need more memory than is free."""
     need = max(n_held(tensors), spec.n_parameters or 0) * DTYPE_BYTES[dtype]
-    if device.type == "cuda":
-        import torch
-
-        free, where = torch.cuda.mem_get_info(device)[0], "on the GPU"
-    else:
-        import psutil
-
-        free, where = psutil.virtual_memory().available, "in memory"
-    if need > free:
-        raise KvprobeError(
-            f"{name} at {dtype} needs {need / 2**30:,.2f} GiB for its weights alone, and {free / 2**30:,.2f} GiB "
-            f"are free {where}; free some, take a smaller model"
-            + (", or --dtype bfloat16" if dtype == "float32" else "")
-        )
+    hint = "a smaller model" + (" or --dtype bfloat16" if dtype == "float32" else "")
+    check_memory(f"the weights of {name} at {dtype}", need, device, hint=hint)
 
 
 def n_held(tensors: Mapping[str, Tensor]) -> int:
-    """Elements of all tensors; of 4-bit codes two a byte."""
+    """Elements of all tensors; 4-bit codes count two a byte."""
     return sum(t.n_elements * (2 if t.dtype in ("U8", "I8") else 1) for t in tensors.values())
 
 
 def refuse_foreign(name: str, config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for a family that transformers lacks, and for one that predicts no next token."""
+    """Raise UnsupportedModelError for a family that transformers lacks, and for one that is not causal."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -129,19 +118,19 @@ def refuse_foreign(name: str, config: Mapping[str, Any]) -> None:
         if own := config.get("auto_map"):
             wanted = own.get("AutoModelForCausalLM", "its own classes") if isinstance(own, dict) else own
             raise UnsupportedModelError(
-                f"{name} wants Python code of its own repository run ({family}, {wanted}), which kvprobe never does"
+                f"{name} needs Python code from its own repository ({family}, {wanted}), which kvprobe never runs"
             )
-        raise UnsupportedModelError(f"{name} is of the family {family!r}, unknown to transformers here")
-    why = None if family in CAUSAL or _WITH_IMAGES.fullmatch(family) else "transformers has no such class of its family"
+        raise UnsupportedModelError(f"{name} is of the family {family!r}, unknown to the installed transformers")
+    why = None if family in CAUSAL or _WITH_IMAGES.fullmatch(family) else "transformers has no class for it"
     if why := why or _not_causal(CONFIG_MAPPING[family], config):
         raise UnsupportedModelError(f"{name} is not a causal language model, one that predicts the next token: {why}")
 
 
 def model(name: str, directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], **given: Any) -> Any:
-    """The model that transformers makes of a directory, every weight of it as the files say.
+    """The model that transformers makes of a directory, with every weight as in the files.
 
-    ``given``: ``spec``; ``dtype``, a torch dtype; ``method``, what `arrivals.refuse_codes` gave. Raises KvprobeError
-    for weights that are missing, left over, of another shape or not finite, and for what transformers cannot build.
+    ``given``: ``spec``; ``dtype``, a torch dtype; ``method``, from `arrivals.refuse_codes`. Raises KvprobeError for
+    weights that are missing, left over or of another shape, and for what transformers cannot build.
     """
     from safetensors import SafetensorError
 
@@ -158,9 +147,9 @@ def model(name: str, directory: Path, config: Mapping[str, Any], tensors: Mappin
     except SafetensorError as error:
         raise KvprobeError(f"the safetensors of {name} are damaged: {error}") from error
     except ImportError as error:
-        raise UnsupportedModelError(f"{name} needs a package that is not here: {first_line(error)}") from error
+        raise UnsupportedModelError(f"{name} needs a package that is not installed: {first_line(error)}") from error
     except Exception as error:
-        # a configuration with impossible values fails anywhere inside, with any error
+        # a configuration with impossible values may fail anywhere inside, with any error
         raise UnsupportedModelError(
             f"transformers cannot load {name} ({type(error).__name__}: {first_line(error)}); check its config"
         ) from error
@@ -175,14 +164,14 @@ def tokenizer(name: str, directory: Path) -> Any:
     """The tokenizer of a directory. Raises UnsupportedModelError for one that is missing, broken or reads nothing."""
     from transformers import AutoTokenizer
 
-    # without any of these, transformers makes up an empty tokenizer and says nothing
+    # without any of these, transformers silently makes up an empty tokenizer
     files = [directory / file for file in ("tokenizer.json", "tokenizer.model", "vocab.json")]
     if not any(file.is_file() for file in files):
         raise UnsupportedModelError(f"{name} has no tokenizer: tokenizer.json is missing")
     for file in files:
         if file.is_file() and file.stat().st_size > _LARGEST_TOKENIZER:
             raise UnsupportedModelError(
-                f"the tokenizer of {name} cannot be meant: {file.name} has {file.stat().st_size:,} bytes"
+                f"the tokenizer of {name} is too large: {file.name} has {file.stat().st_size:,} bytes"
             )
     with tokenizing.guarded(name):
         try:
@@ -192,7 +181,7 @@ def tokenizer(name: str, directory: Path) -> Any:
             raise UnsupportedModelError(f"{name} has no tokenizer that can be loaded: {first_line(error)}") from error
     if not ids:
         raise UnsupportedModelError(f"the tokenizer of {name} gives no ids at all: check its tokenizer.json")
-    made.name_or_path = name  # it was the directory, and errors name no path
+    made.name_or_path = name  # instead of the directory, since errors name no path
     return made
 
 
@@ -201,7 +190,7 @@ def refuse_broken(name: str, model: Any) -> None:
     import torch
 
     for path, parameter in model.named_parameters():
-        # one sum a tensor: a value that is not finite survives it
+        # one sum per tensor: a non-finite value survives it
         if not torch.isfinite(parameter.sum(dtype=torch.float32)):
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise KvprobeError(f"{name} has weights that are not finite at {dtype}, first {path}: check the checkpoint")
@@ -209,7 +198,7 @@ def refuse_broken(name: str, model: Any) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers' and the hub client's notices and bars away; what they were set to comes back after."""
+    """Silence transformers' and the hub client's notices and bars; the settings are restored afterwards."""
     from transformers.utils import logging
 
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -225,23 +214,23 @@ def quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first; its kind, where it says nothing."""
+    """The first line of an error's message, or its type if it has none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _not_causal(kind: Any, config: Mapping[str, Any]) -> str | None:
-    """Why a family that transformers has a decoder of is none as it is configured; None if it is one."""
+    """Why a model is not causal as configured, although transformers has a decoder for its family; None if it is."""
     family = config["model_type"]
     if config.get("is_encoder_decoder", getattr(kind, "is_encoder_decoder", False)):
         return f"{family} is an encoder with a decoder"
     if family == "xlnet" or (family == "xlm" and not config.get("causal", False)):
         return f"{family} reads a text from both sides"
-    # is_decoder says nothing of GPT-NeoX, which is one anyway
+    # GPT-NeoX is a decoder whatever is_decoder says
     if hasattr(kind, "is_decoder") and not family.startswith("gpt_neox") and not config.get("is_decoder", False):
         return f"{family} is an encoder, which reads a text from both sides, unless its config.json has is_decoder"
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, Mapping) else {}):
-        # "vision" leaves text as it is
+        # "vision" does not affect text
         for key, both in (("is_causal", (False,)), ("use_bidirectional_attention", (True, "all"))):
             if part.get(key) in both:
                 return f"its config.json says {part[key]!r} for {key}, so it reads a text from both sides"
@@ -257,28 +246,28 @@ def _class_for(config: Mapping[str, Any]) -> Any:
 def _dequantising(method: str) -> Any:
     from transformers import FineGrainedFP8Config, Mxfp4Config
 
-    # on a GPU too: what is measured is the same everywhere
+    # on a GPU too, so that the same is measured everywhere
     return Mxfp4Config(dequantize=True) if method == "mxfp4" else FineGrainedFP8Config(dequantize=True)
 
 
 def _refuse_larger(name: str, directory: Path, build: Any, held: int) -> None:
-    """Raise KvprobeError where a family without a closed form describes far more than the files hold."""
+    """Raise KvprobeError if a family without a closed form describes far more than the files hold."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         described = n_described(build, config)
-    except Exception:  # told where the model itself is built, with the same error
+    except Exception:  # building the model itself raises the same error
         return
     if described > 4 * held:
         raise KvprobeError(
-            f"config.json of {name} describes {described:,} parameters and its weights hold {held:,}: "
+            f"config.json of {name} describes {described:,} parameters, but its weights hold {held:,}: "
             "they do not belong together"
         )
 
 
 def n_described(build: Any, config: Any) -> int:
-    """Parameters of the model that a class of transformers makes of its configuration, without memory for them."""
+    """Parameters of the model that a transformers class makes of a configuration, without allocating them."""
     import torch
 
     with torch.device("meta"):

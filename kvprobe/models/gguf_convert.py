@@ -1,7 +1,7 @@
-"""How does a GGUF file become an ordinary model directory, once?
+"""How is a GGUF file converted, once, into an ordinary model directory?
 
-``python -m kvprobe.models.gguf_convert GGUF DIRECTORY`` does the work in a process of its own: reading a GGUF file
-leaves several times its size in memory, and its progress is not ours.
+``python -m kvprobe.models.gguf_convert GGUF DIRECTORY`` does the work in a separate process: reading a GGUF file leaves
+several times its size in memory, and its progress bars are not ours.
 """
 
 import errno
@@ -29,25 +29,25 @@ _UNSUPPORTED = "kvprobe: unsupported: "
 
 
 def convert(gguf: Path, directory: Path, *, log: Path, name: str, progress: Progress = silent) -> None:
-    """Writes the model of a GGUF file into `directory`: float32 safetensors, configuration and tokenizer.
+    """Write the model of a GGUF file into `directory`: float32 safetensors, configuration and tokenizer.
 
-    A vocabulary that cuts a text in a way that is not known here becomes no tokenizer.
-    The weights are the file's own, dequantised to float32: nothing is rounded again. Raises UnsupportedModelError for
-    an architecture, tensor or key that is not understood, KvprobeError for a file that is broken or not whole, or a
-    model that does not fit memory or disk. `log` is a scratch file for what the conversion says.
+    A vocabulary that splits text in an unknown way gives no tokenizer. The weights are the file's own, dequantised to
+    float32: nothing is rounded again. Raises UnsupportedModelError for an architecture, tensor or key that is not
+    understood, KvprobeError for a file that is damaged or incomplete, or a model that does not fit memory or disk.
+    `log` is a scratch file for the conversion's output.
     """
     described = describe(gguf, name=name, text=False)
     _refuse_if_too_big(described, directory, name=name)
     source = gguf
     if described.header.parts:
         progress(f"joining the {len(described.header.parts)} parts of {name}", 0, None)
-        # transformers reads one file only
+        # transformers reads only a single file
         source = log.with_name("joined.gguf")
         join(described.header, source)
     start = time.monotonic()
 
     def watch() -> None:
-        # the only running count there is: the bar of transformers' own loop over the tensors
+        # the only count available: the bar of transformers' loop over the tensors
         counts = re.findall(r"(\d+)/(\d+) \[", log.read_text(encoding="utf-8", errors="replace"))
         done, total = max(((int(n), int(of)) for n, of in counts), default=(0, 0))
         if 0 < done < total:
@@ -56,7 +56,7 @@ def convert(gguf: Path, directory: Path, *, log: Path, name: str, progress: Prog
             progress(f"converting {name}: {'writing' if done else 'reading'}", int(time.monotonic() - start), None, "s")
 
     command = [sys.executable, "-m", "kvprobe.models.gguf_convert", str(source), str(directory)]
-    # found by the child however it was found by us
+    # so that the child finds this package as this process did
     search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search)}
     status, said = run_watched(command, log=log, watch=watch, environment=environment)
@@ -100,7 +100,7 @@ def _convert_here(gguf: Path, directory: Path) -> None:
         **from_gguf, config=config, dtype=torch.float32, output_loading_info=True
     )
     _refuse_unloaded(report, unread)
-    # the file is plain float32 from here on: left in, these would send the next load back to the GGUF
+    # the weights are plain float32 now: left in, these would send the next load back to the GGUF
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
@@ -115,9 +115,9 @@ def _convert_here(gguf: Path, directory: Path) -> None:
 
 
 def _read_once(described: Described) -> None:
-    """Keeps what transformers reads of the file, with one number where the file says it once for each layer.
+    """Cache what transformers reads of the file, and reduce a number repeated for each layer to one.
 
-    It would read the file anew for the configuration, the weights and the tokenizer, 4 to 20 s each time.
+    Otherwise it would read the file three times, for configuration, weights and tokenizer, at 4 to 20 s each.
     """
     import gguf as reading
 
@@ -144,8 +144,8 @@ def _unsupported(what: str) -> SystemExit:
 
 
 def _carry(described: Described, config: "PreTrainedConfig") -> None:
-    """Sets what the file says and transformers 5.24 leaves at the default of another model."""
-    # a Llama file whose general.name is "mistral" would be read as a Mistral, with a window that the file does not have
+    """Set what the file says but transformers 5.24 leaves at another model's default."""
+    # transformers reads a Llama file with the general.name "mistral" as a Mistral, with a window that the file lacks
     if described.architecture == "llama" and config.model_type != "llama":
         raise _unsupported(f"a file of the architecture llama was read as {config.model_type}: change its general.name")
     settings = dict(described.settings)
@@ -157,7 +157,7 @@ def _carry(described: Described, config: "PreTrainedConfig") -> None:
 
 
 def _watch_names(described: Described) -> set[str]:
-    """The file's tensors, of which those disappear that transformers' own map of names takes in."""
+    """The names of the file's tensors, from which those that transformers' own map contains will be removed."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
     unread = set() if described.architecture in ("lfm2", "qwen35", "qwen35moe") else set(described.header.tensors)
@@ -167,7 +167,7 @@ def _watch_names(described: Described) -> set[str]:
     @functools.wraps(their_map)
     def watched(*args: Any, **kwargs: Any) -> dict[str, str]:
         names: dict[str, str] = their_map(*args, **kwargs)
-        # stacked experts are looked up without the ending
+        # stacked experts are looked up without the suffix
         unread.difference_update(names, [f"{name}.weight" for name in names])
         return names
 
@@ -176,21 +176,21 @@ def _watch_names(described: Described) -> set[str]:
 
 
 def _refuse_unloaded(report: dict[str, Any], unread: set[str]) -> None:
-    """Nothing that transformers could not place, and nothing that it made up."""
+    """Refuse a model with tensors that transformers could not place, or weights that it made up."""
     for what, names in {
         "is missing from the file": report["missing_keys"],
         "has another shape in the file": [key for key, *_ in report.get("mismatched_keys", ())],
         "of the file is not read": [*report["unexpected_keys"], *unread],
     }.items():
         if names:
-            raise _unsupported(f"{sorted(names)[0]} {what} (of {len(names)} such): it cannot be converted whole")
+            raise _unsupported(f"{sorted(names)[0]} {what} (one of {len(names)}): it cannot be converted completely")
 
 
 def _mend_tokenizer(tokenizer: Any, keys: dict[str, Any]) -> None:
-    """What ``tokenizer.ggml.pre`` says to llama.cpp and not to transformers 5.24.
+    """Apply what ``tokenizer.ggml.pre`` means to llama.cpp but not to transformers 5.24.
 
-    Digits one by one: without that, the two spaces of ``"a  1"`` fall into two tokens where SmolLM2's own tokenizer has
-    one. For Llama 3 and its kin, BOS in front unless a key says otherwise, and no merging in a word that is a token.
+    Digits one by one: otherwise the two spaces of ``"a  1"`` become two tokens where SmolLM2's own tokenizer has one.
+    For Llama 3 and its kin, BOS in front unless a key says otherwise, and no merging inside a word that is a token.
     """
     from tokenizers import pre_tokenizers
 
@@ -209,12 +209,12 @@ def _mend_tokenizer(tokenizer: Any, keys: dict[str, Any]) -> None:
         made = bool(tokenizer.tokenize("a")[0].startswith("▁"))
         if made is not prefix:
             raise _unsupported(
-                f"tokenizer.ggml.add_space_prefix is {prefix}, and the tokenizer that is made does otherwise"
+                f"tokenizer.ggml.add_space_prefix is {prefix}, but the resulting tokenizer does otherwise"
             )
 
 
 def _tidy(directory: Path) -> None:
-    """Drops from what was written what describes this conversion rather than the model."""
+    """Remove from the written files what describes this conversion rather than the model."""
     for name, keys in {
         "config.json": ("_name_or_path", "_model_name_or_path", "quantization_config"),
         "tokenizer_config.json": ("name_or_path", "is_local", "local_files_only"),
@@ -225,7 +225,7 @@ def _tidy(directory: Path) -> None:
         settings = json.loads(path.read_text(encoding="utf-8"))
         kept = {key: value for key, value in settings.items() if key not in keys}
         path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    for path in directory.iterdir():  # safetensors come out readable by their owner alone
+    for path in directory.iterdir():  # safetensors are written readable by their owner only
         path.chmod((directory / "config.json").stat().st_mode)
 
 

@@ -1,4 +1,4 @@
-"""Which tensors, of which shapes, does each architecture of GGUF files consist of, and what do its keys set?
+"""Which tensors, of which shapes, does each GGUF architecture have, and which settings do its keys make?
 
 Sizes are letters: ``C`` positions, ``D`` a head, ``E`` experts, ``F`` the MLP, ``H`` the hidden size, ``K`` all key
 heads, ``N`` tokens, ``M`` an expert's MLP, ``Q`` all query heads, ``S`` the shared expert's MLP; + adds.
@@ -30,26 +30,26 @@ _LAYER = "attention.layer_norm_epsilon"
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture: its tensors, and which setting of the configuration each of its own keys becomes."""
+    """One architecture: its tensors, and the configuration setting that each of its own keys becomes."""
 
     layer: dict[str, str]
-    """Tensors of each layer, named after ``blk.N.``, with their shapes."""
+    """Tensors of each layer, by their names after ``blk.N.``, with their shapes."""
     outside: dict[str, str] = field(default_factory=lambda: dict(_OUTSIDE))
     biases: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Tensors that every layer may have, together, by the setting that says so."""
+    """Groups of tensors that either all layers have or none, by the setting that says so."""
     epsilon: tuple[str, str] = (_RMS, "rms_norm_eps")
     keys: tuple[str, ...] = ()
-    """Keys that not every family has."""
+    """Keys beyond those of every family."""
     needs: tuple[str, ...] = ()
-    """Keys without which the model is not known, beyond those of every family."""
+    """Required keys, beyond those of every family."""
     partial_rotary: bool = False
     rotary: bool = True
     local: bool = False
-    """The family has sliding layers."""
+    """Whether the family has sliding layers."""
     untied: bool = True
-    """It may have an output matrix of its own."""
+    """Whether it may have its own output matrix."""
     kv_heads: bool = True
-    """The number of KV heads is a setting of its own."""
+    """Whether the number of KV heads is a separate setting."""
 
 
 _LLAMA = _NORMS | _SEPARATE | _GATED
@@ -123,7 +123,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# read by transformers in ways of their own, from these keys; a tensor that they lack is found when they are converted
+# transformers reads these specially, from these keys; a missing tensor is noticed during conversion
 _COMMON: tuple[str, ...] = (
     "context_length",
     "block_count",

@@ -1,7 +1,7 @@
-"""What does a GGUF file say of itself before its numbers, and can all of it be true?
+"""What does a GGUF file's header say, and can all of it be true?
 
-The layout is that of ggml's ``gguf.md``, versions 2 and 3. Nothing that the file claims is worked on before it is held
-to the file's own size, and no number of a tensor is read.
+The layout is that of ggml's ``gguf.md``, versions 2 and 3. Every claim of the file is checked against its size before
+it is used, and no tensor's data is read.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 
 from kvprobe.errors import KvprobeError
 
-# name, numbers a block, bytes a block, by ggml's own numbers of the types that can be made float32
+# by ggml's type number: name, numbers a block, bytes a block, of the types that can be converted to float32
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -46,16 +46,16 @@ TYPES: dict[int, tuple[str, int, int]] = {
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-# beyond what any model has: the largest vocabularies are of 262,144 tokens with half a million merges, 10 MB of text
+# more than any model has: the largest vocabularies have 262,144 tokens with half a million merges, 10 MB of text
 MOST_KEYS, MOST_TENSORS, MOST_STRINGS, MOST_TEXT = 10_000, 200_000, 2_000_000, 2**25
-# a longer text or row of numbers is passed over: none is needed
+# longer texts and rows of numbers are skipped, since none is needed
 MOST_KEPT_TEXT, MOST_KEPT, MOST_KEPT_IN_ALL = 2**20, 10_000, 1_000_000
 DEEPEST, MOST_NESTED = 4, 10_000
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor: its shape as torch has it (rows first), its ggml type, and the bytes of its file it lies in."""
+    """One tensor: its shape in torch's order (rows first), its ggml type, and where it lies in its file."""
 
     path: Path
     name: str
@@ -66,13 +66,13 @@ class Tensor:
 
     @property
     def n_elements(self) -> int:
-        """Numbers in it."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A long text or row of numbers: only its length is kept."""
+    """A long text or row of numbers, of which only the length is kept."""
 
     count: int
 
@@ -85,9 +85,9 @@ class Header:
     keys: dict[str, Any]
     tensors: dict[str, Tensor]
     spans: dict[str, tuple[int, int]] = field(repr=False)
-    """The bytes of the file that a key and its value take: first, and one past the last."""
+    """Where a key and its value are in the file: the first byte, and one past the last."""
     parts: tuple["Header", ...] = ()
-    """The files that make it up, where there are several."""
+    """The files of a split model."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -96,14 +96,14 @@ class Header:
 
 
 def shown(name: str) -> str:
-    """A name from a file, quoted, without control characters, and not longer than a line."""
+    """A name from a file, quoted, without control characters and no longer than a line."""
     return ascii(name) if len(name) <= 80 else f"{name[:80]!a}…"
 
 
 def read_header(path: Path) -> Header:
-    """The header of one file, checked: counts, keys, and that each tensor lies inside it, aligned and alone.
+    """The header of one file, checked: counts, keys, and that each tensor is inside the file, aligned, without overlap.
 
-    Raises KvprobeError, naming the file and what cannot be.
+    Raises KvprobeError, naming the file and what is wrong.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -114,7 +114,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reading:
-    """A pass through one header; ``at`` is the byte it has come to."""
+    """A pass through one header; ``at`` is the current byte."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self.path, self.data, self.size, self.at = path, data, size, 4
@@ -125,15 +125,15 @@ class _Reading:
         if version not in (2, 3):
             if version & 0xFFFF == 0 and version:
                 raise self.wrong("is big-endian; convert it on a machine like yours")
-            raise self.wrong(f"is of GGUF version {version}; versions 2 and 3 are read: convert it anew")
+            raise self.wrong(f"is of GGUF version {version}; versions 2 and 3 are read: convert it again")
         n_tensors, n_keys = self.number("Q"), self.number("Q")
-        # the least that a tensor takes: length and one letter of a name, dimensions, one size, type, offset; and a key
+        # the fewest bytes of a tensor (length and letter of a name, dimensions, one size, type, offset) and of a key
         self.counted(n_tensors, 33, MOST_TENSORS, "tensors")
         self.counted(n_keys, 14, MOST_KEYS, "keys")
         keys, spans = self.all_keys(n_keys)
         alignment = keys.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
-            raise self.wrong(f"has the alignment {alignment!r}, which is no power of two")
+            raise self.wrong(f"has the alignment {alignment!r}, which is not a power of two")
         described = [self.tensor() for _ in range(n_tensors)]
         start = -(-self.at // alignment) * alignment if described else self.at
         return Header(self.path, keys, self.placed(described, start, alignment), spans)
@@ -142,7 +142,7 @@ class _Reading:
         return KvprobeError(f"{self.path.name} {what}")
 
     def room(self, n_bytes: int) -> None:
-        """The next ``n_bytes`` are in the file."""
+        """Check that the next ``n_bytes`` are in the file."""
         if n_bytes > self.size - self.at:
             raise self.wrong(
                 f"is cut or damaged inside its header: byte {self.at:,} asks for {n_bytes:,} bytes more and "
@@ -161,7 +161,7 @@ class _Reading:
         return value
 
     def name(self, what: str) -> str:
-        """A short text that must be one."""
+        """A short text, which must be valid."""
         length = self.number("Q")
         self.room(length)
         if length > 65_535:
@@ -178,7 +178,7 @@ class _Reading:
             ) from None
 
     def strings(self, count: int, key: str) -> list[Any]:
-        """That many texts: a loop without calls, for a vocabulary has a million."""
+        """``count`` texts: a loop without calls, since a vocabulary has a million."""
         self.n_strings += count
         self.counted(count, 8, MOST_STRINGS, f"texts in {shown(key)}")
         self.counted(self.n_strings, 0, MOST_STRINGS, "texts")
@@ -201,7 +201,7 @@ class _Reading:
                     self.decoded(data[at : self.at], f"a text of {shown(key)}")
             at += length
             if self.n_text > MOST_TEXT:
-                raise self.wrong(f"has more than {MOST_TEXT:,} bytes of text in its header, which no model has")
+                raise self.wrong(f"has more than {MOST_TEXT:,} bytes of text in its header, more than any model")
         self.at = at
         return texts
 
@@ -247,7 +247,7 @@ class _Reading:
         return [self.value(kind, key, depth=depth + 1) for _ in range(count)]
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and offset, each possible by itself."""
+        """Name, shape, type and offset, each checked by itself."""
         name = self.name("the name of a tensor")
         n_dims = self.number("I")
         if not 1 <= n_dims <= 4:
@@ -255,7 +255,7 @@ class _Reading:
         shape = tuple(reversed([self.number("Q") for _ in range(n_dims)]))
         type_, offset = self.number("I"), self.number("Q")
         if type_ not in TYPES:
-            raise self.wrong(f"has {shown(name)} in the ggml type {type_}, which cannot be made float32 here")
+            raise self.wrong(f"has {shown(name)} in the ggml type {type_}, which cannot be converted to float32")
         block = TYPES[type_][1]
         if not all(0 < size < 2**48 for size in shape) or shape[-1] % block:
             raise self.wrong(f"gives the tensor {shown(name)} the shape {shape}, impossible for {TYPES[type_][0]}")
@@ -264,10 +264,10 @@ class _Reading:
     def placed(
         self, described: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
     ) -> dict[str, Tensor]:
-        """The tensors where they lie: aligned, end to end, inside the file."""
+        """The tensors at their places: aligned, end to end, inside the file."""
         tensors: dict[str, Tensor] = {}
         before, end = "the header", start
-        for name, shape, type_, offset in sorted(described, key=lambda one: one[3]):
+        for name, shape, type_, offset in sorted(described, key=lambda entry: entry[3]):
             if name in tensors:
                 raise self.wrong(f"has the tensor {shown(name)} twice")
             _, block, n_bytes = TYPES[type_]
@@ -276,7 +276,7 @@ class _Reading:
                 raise self.wrong(f"has {shown(name)} at the offset {offset:,}, not aligned to {alignment:,} bytes")
             if tensor.start < end:
                 raise self.wrong(f"is damaged: {shown(name)} lies over {before}")
-            # ggml itself refuses a gap: what a wrong type or size leaves behind
+            # ggml refuses gaps too: a wrong type or size leaves one
             if tensor.start > end + -end % alignment:
                 raise self.wrong(f"is damaged: {tensor.start - end:,} bytes before {shown(name)} belong to no tensor")
             tensors[name], before, end = tensor, shown(name), tensor.start + tensor.n_bytes
@@ -289,9 +289,9 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def read_whole(path: Path) -> Header:
-    """The header of a file, or of all parts of a split one as one model, whichever part is given.
+    """The header of a file, or of all parts of a split model, whichever part is given.
 
-    Raises KvprobeError as `read_header` does, and where parts are missing or do not belong together.
+    Raises KvprobeError as `read_header` does, and if parts are missing or do not belong together.
     """
     header = read_header(path)
     count = header.keys.get("split.count", 1)
@@ -300,8 +300,8 @@ def read_whole(path: Path) -> Header:
     named = _PART.fullmatch(path.name)
     if named is None or int(named["count"]) != count:
         raise KvprobeError(
-            f"{path.name} is one of {count:,} parts, and its name does not say which: "
-            f"give it back its name, NAME-00001-of-{count:05}.gguf, beside the others"
+            f"{path.name} is one of {count:,} parts, but its name does not say which: "
+            f"restore its name, such as NAME-00001-of-{count:05}.gguf, beside the others"
         )
     paths = [path.with_name(f"{named['stem']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
     missing = [part.name for part in paths if not part.is_file()]
@@ -325,12 +325,12 @@ def _joined(parts: tuple[Header, ...]) -> Header:
         for key, value in part.keys.items():
             if not key.startswith("split.") and first.keys.get(key) != value:
                 raise KvprobeError(
-                    f"{part.path.name} and {first.path.name} differ in {shown(key)}: they are of two models"
+                    f"{part.path.name} and {first.path.name} differ in {shown(key)}: they belong to two models"
                 )
         if twice := sorted(tensors.keys() & part.tensors.keys()):
             raise KvprobeError(f"{part.path.name} has {shown(twice[0])}, which another part has too")
         tensors |= part.tensors
     total = first.keys.get("split.tensors.count", len(tensors))
     if total != len(tensors):
-        raise KvprobeError(f"the parts of {first.path.name} hold {len(tensors):,} tensors and claim {total!r}")
+        raise KvprobeError(f"the parts of {first.path.name} hold {len(tensors):,} tensors but claim {total!r}")
     return Header(first.path, first.keys, tensors, first.spans, parts)

@@ -1,4 +1,4 @@
-"""How do the parts of a split GGUF file become one file, bit for bit what it was before it was split?"""
+"""How do the parts of a split GGUF file become one file, bit for bit as it was before the split?"""
 
 import struct
 from pathlib import Path
@@ -8,7 +8,7 @@ from kvprobe.models.gguf_header import Header, Tensor
 
 
 def join(header: Header, into: Path) -> None:
-    """Writes the parts as one file of the same keys, but for those that say how it was split, and the same tensors."""
+    """Write the parts as one file with the same tensors and keys, except the keys about the split."""
     alignment = header.keys.get("general.alignment", 32)
     kept = [span for key, span in header.spans.items() if not key.startswith("split.")]
     with into.open("wb") as out:

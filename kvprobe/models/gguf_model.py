@@ -1,6 +1,6 @@
-"""Which model does a GGUF file describe, is all of it there, and is every key of it understood?
+"""Which model does a GGUF file describe, is it complete, and is every key understood?
 
-All of it is read off the header: neither torch nor transformers is needed to say no.
+All of this comes from the header: a refusal needs neither torch nor transformers.
 """
 
 import math
@@ -16,15 +16,15 @@ from kvprobe.models.gguf_header import Header, Skipped, Tensor, read_whole, show
 from kvprobe.models.gguf_vocabulary import check_vocabulary
 
 MOST_LAYERS = 10_000
-_INSTEAD = "take the model's own safetensors"
+_HINT = "take the model's own safetensors"
 
 _COUNTS = ("block_count", "context_length", "embedding_length", "attention.head_count")
 _READ = {*_COUNTS, "feed_forward_length", "attention.head_count_kv", "vocab_size", *gguf_rope.KEYS}
 _READ |= {"attention.key_length", "attention.value_length", "attention.sliding_window", "attention.scale"}
 _READ |= {"attention.key_length_swa", "attention.value_length_swa", "rope.freq_base_swa", "rope.dimension_count_swa"}
-# they change no logit
+# these change no logit
 _HARMLESS = {"tensor_data_layout", "pooling_type"}
-# what a key may say where its family computes nothing with it
+# values of a key that have no effect in a family that does not use it
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -50,13 +50,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "residual_scale": (0, 1),
     "ssm.dt_b_c_rms": (False,),
 }
-# whether the family's router makes its experts' weights sum to one; whether attention and MLP run side by side
+# does the router make the experts' weights sum to one; do attention and MLP run in parallel
 _FIXED = {"expert_weights_norm": ("qwen3moe",), "use_parallel_residual": ("falcon",)}
 
 
 @dataclass(frozen=True)
 class Described:
-    """A model as its file describes it: ``settings`` are those of a transformers configuration, where it is known."""
+    """A model as its file describes it; ``settings`` are those of a transformers configuration, if known."""
 
     header: Header
     architecture: str
@@ -65,14 +65,14 @@ class Described:
 
     @property
     def n_bytes(self) -> int:
-        """Of all its tensors in float32."""
+        """Bytes of all its tensors in float32."""
         return 4 * sum(tensor.n_elements for tensor in self.header.tensors.values())
 
 
 def describe(path: Path, *, name: str | None = None, text: bool = True) -> Described:
-    """The model of a GGUF file, or of all parts of a split one; without ``text`` it need not be able to read any.
+    """The model of a GGUF file, or of all parts of a split one; without ``text``, it need not be able to read text.
 
-    Raises KvprobeError for a file that is damaged or not whole, UnsupportedModelError for what is not understood.
+    Raises KvprobeError for a damaged or incomplete file, UnsupportedModelError for what is not understood.
     """
     header = read_whole(path)
     name = name or path.name
@@ -90,13 +90,13 @@ def _described(header: Header, *, text: bool) -> Described:
     if not isinstance(architecture, str):
         raise KvprobeError("general.architecture is missing: the header is damaged; fetch the file again")
     if (kind := keys.get("general.type", "model")) != "model":
-        raise UnsupportedModelError(f"general.type is {kind!r}: the file holds no model of its own")
+        raise UnsupportedModelError(f"general.type is {kind!r}: the file does not hold a complete model")
     if architecture in NOT_CAUSAL:
         raise UnsupportedModelError(f"the architecture {architecture} is not a causal language model")
     if architecture not in FAMILIES and architecture not in OTHERS:
         raise UnsupportedModelError(
             f"the architecture {shown(architecture)} is not read from GGUF files (known: "
-            f"{', '.join(sorted((*FAMILIES, *OTHERS)))}): {_INSTEAD}"
+            f"{', '.join(sorted((*FAMILIES, *OTHERS)))}): {_HINT}"
         )
     if not header.tensors:
         raise KvprobeError("it has no tensors, only a vocabulary: take the file with the model's weights")
@@ -119,11 +119,11 @@ def _described(header: Header, *, text: bool) -> Described:
 
 
 def _refuse_foreign(keys: Mapping[str, Any], architecture: str) -> None:
-    """A computation's key under another prefix is a mistake; what a publisher notes under his own is none."""
+    """Refuse a computation's key under another prefix; a publisher's own notes under theirs are harmless."""
     for key in keys:
         prefix, _, rest = key.partition(".")
         if prefix not in (architecture, "general", "tokenizer", "split") and rest in _READ | _NEUTRAL.keys():
-            raise UnsupportedModelError(f"it is of the architecture {architecture}, and the key {shown(key)} is not")
+            raise UnsupportedModelError(f"it is of the architecture {architecture}, but the key {shown(key)} is not")
 
 
 def _understood(key: str, value: Any, architecture: str, family: Family | None) -> bool:
@@ -143,8 +143,8 @@ def _understood(key: str, value: Any, architecture: str, family: Family | None) 
 def _not_understood(architecture: str, key: str, value: Any) -> UnsupportedModelError:
     said = f" ({value!r})" if isinstance(value, int | float) else ""
     return UnsupportedModelError(
-        f"what {shown(f'{architecture}.{key}')}{said} changes in a model of this architecture is not understood: "
-        + _INSTEAD
+        f"the effect of {shown(f'{architecture}.{key}')}{said} on a model of this architecture is not understood: "
+        + _HINT
     )
 
 
@@ -160,7 +160,7 @@ def _known(header: Header, architecture: str, family: Family, own: dict[str, Any
     head_dim, rotary_dim = _head(own, architecture, family, hidden, heads)
     n_vocab = _count(own, "vocab_size", n_tokens)
     if n_tokens > n_vocab:
-        raise KvprobeError(f"it has {n_tokens:,} tokens and a vocab_size of {n_vocab:,}: the header is damaged")
+        raise KvprobeError(f"it has {n_tokens:,} tokens but a vocab_size of {n_vocab:,}: the header is damaged")
     sizes = {"C": counts["context_length"], "D": head_dim, "H": hidden, "K": kv_heads * head_dim, "N": n_vocab}
     sizes["Q"] = heads * head_dim
     for letter, key in (("F", "feed_forward_length"), ("E", "expert_count"), ("M", "expert_feed_forward_length")):
@@ -173,7 +173,7 @@ def _known(header: Header, architecture: str, family: Family, own: dict[str, Any
     if family.kv_heads:
         settings["num_key_value_heads"] = kv_heads
     elif architecture == "falcon" and kv_heads != 1:
-        raise UnsupportedModelError(f"a Falcon with {kv_heads} KV heads orders its fused weights otherwise: {_INSTEAD}")
+        raise UnsupportedModelError(f"a Falcon with {kv_heads} KV heads orders its fused weights differently: {_HINT}")
     if family.rotary and (
         head_dim != hidden // heads or architecture in ("llama", "qwen3", "qwen3moe", "gemma2", "gemma3")
     ):
@@ -193,15 +193,15 @@ def _count(own: Mapping[str, Any], key: str, default: int | None = None) -> int:
     if value is None:
         raise _missing(key)
     if isinstance(value, list | Skipped):
-        raise UnsupportedModelError(f"{key} differs from layer to layer, which is not read from GGUF files: {_INSTEAD}")
+        raise UnsupportedModelError(f"{key} differs from layer to layer, which is not read from GGUF files: {_HINT}")
     if type(value) is not int or not 0 < value < 2**31:
         raise KvprobeError(f"{key} is {value!r}, not a positive number: the header is damaged; fetch the file again")
     return value
 
 
 def one_for_all(value: Any, n_layers: int) -> Any:
-    """A number said once for each layer, as the one that it is; anything else as it stands."""
-    same = isinstance(value, list) and len(value) == n_layers and all(type(one) is int for one in value)
+    """A number repeated for each layer, as one number; anything else unchanged."""
+    same = isinstance(value, list) and len(value) == n_layers and all(type(number) is int for number in value)
     return value[0] if same and len({*value}) == 1 else value
 
 
@@ -217,30 +217,30 @@ def _epsilon(own: Mapping[str, Any], key: str) -> float:
 
 
 def _head(own: Mapping[str, Any], architecture: str, family: Family, hidden: int, heads: int) -> tuple[int, int]:
-    """Components of a head, and how many of them RoPE turns."""
+    """Components of a head, and how many of them RoPE rotates."""
     by_rope = _count(own, "rope.dimension_count", hidden // heads)
     head_dim = _count(own, "attention.key_length", by_rope if architecture == "llama" else hidden // heads)
     rotary_dim = _count(own, "rope.dimension_count", head_dim)
     for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
         if own.get(key, head_dim) != head_dim:
-            raise UnsupportedModelError(f"{key} is {own[key]!r} and a key's head has {head_dim} components: {_INSTEAD}")
+            raise UnsupportedModelError(f"{key} is {own[key]!r}, but a key's head has {head_dim} components: {_HINT}")
     partial = family.partial_rotary and rotary_dim < head_dim and int(head_dim * (rotary_dim / head_dim)) == rotary_dim
     if family.rotary and (rotary_dim % 2 or (rotary_dim != head_dim and not partial)):
         raise UnsupportedModelError(
-            f"rope.dimension_count is {rotary_dim} and a head has {head_dim} components, which is not understood for "
-            f"{architecture}: {_INSTEAD}"
+            f"rope.dimension_count is {rotary_dim}, but a head has {head_dim} components, which is not understood for "
+            f"{architecture}: {_HINT}"
         )
     return head_dim, rotary_dim
 
 
 def _held_to_tensors(header: Header, family: Family, n_layers: int, sizes: dict[str, int]) -> dict[str, bool]:
-    """Every tensor there, of the shape that the keys say, and none besides; which groups of biases there are."""
-    # a million layers are not listed
+    """Check that the tensors are exactly those that the keys say, in shape too; returns which biases there are."""
+    # before a claimed million layers are listed
     names = set(header.tensors)
     present = {name.split(".")[1] for name in names if name.startswith("blk.")}
     if len(present) < n_layers and str(n_layers - 1) not in present and len(present) < n_layers - len(family.layer):
         raise KvprobeError(
-            f"block_count is {n_layers:,} and there are tensors of {len(present):,} layers: it is damaged"
+            f"block_count is {n_layers:,} but there are tensors of {len(present):,} layers: it is damaged"
         )
     expected = dict(family.outside)
     for i in range(n_layers):
@@ -260,8 +260,8 @@ def _held_to_tensors(header: Header, family: Family, n_layers: int, sizes: dict[
         names.discard("rope_freqs.weight")
     if unknown := sorted(names - expected.keys()):
         raise UnsupportedModelError(
-            f"{len(unknown):,} of its tensors are no part of the architecture as it is known here, first "
-            f"{shown(unknown[0])}: {_INSTEAD}"
+            f"{len(unknown):,} of its tensors are not part of the architecture as it is known here, first "
+            f"{shown(unknown[0])}: {_HINT}"
         )
     for name, shape in expected.items():
         if name in names:
@@ -270,17 +270,17 @@ def _held_to_tensors(header: Header, family: Family, n_layers: int, sizes: dict[
 
 
 def _fit(tensor: Tensor, shape: str, sizes: dict[str, int]) -> None:
-    """The shape that the keys give; a size that no key gives is set by the first tensor that has it."""
+    """Check a shape against the keys; a size that no key gives is set by the first tensor that has it."""
     letters = shape.split()
-    found = tensor.shape
-    while len(found) > len(letters) and found[0] == 1:
-        found = found[1:]
-    if len(found) == len(letters):
-        for letter, size in zip(letters, found, strict=True):
+    actual = tensor.shape
+    while len(actual) > len(letters) and actual[0] == 1:
+        actual = actual[1:]
+    if len(actual) == len(letters):
+        for letter, size in zip(letters, actual, strict=True):
             sizes.setdefault(letter, size)
-        if found == tuple(sum(sizes[one] for one in letter.split("+")) for letter in letters):
+        if actual == tuple(sum(sizes[part] for part in letter.split("+")) for letter in letters):
             return
-    said = " × ".join("+".join(str(sizes.get(one, one)) for one in letter.split("+")) for letter in letters)
+    said = " × ".join("+".join(str(sizes.get(part, part)) for part in letter.split("+")) for letter in letters)
     raise KvprobeError(
         f"{tensor.name} has the shape {' × '.join(map(str, tensor.shape))} where the keys say {said}: "
         "the file is damaged; fetch it again"
@@ -290,7 +290,7 @@ def _fit(tensor: Tensor, shape: str, sizes: dict[str, int]) -> None:
 def _of_family(
     architecture: str, own: Mapping[str, Any], counts: Mapping[str, int], head_dim: int, sizes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The settings that only this family has; transformers 5.24 leaves them at one published model's."""
+    """The settings that only this family has; transformers 5.24 leaves them at those of one published model."""
     settings: dict[str, Any] = {}
     if "E" in sizes and _count(own, "expert_used_count") > sizes["E"]:
         raise KvprobeError(f"expert_used_count is {own['expert_used_count']} of {sizes['E']} experts: it is damaged")
@@ -300,13 +300,13 @@ def _of_family(
     if architecture == "falcon":
         settings["ffn_hidden_size"] = sizes["F"]
     if architecture == "bloom" and sizes["F"] != 4 * sizes["H"]:
-        raise UnsupportedModelError(f"feed_forward_length is {sizes['F']}, and a Bloom's is four times its width")
+        raise UnsupportedModelError(f"feed_forward_length is {sizes['F']}, but a Bloom's is four times its width")
     if "M" in sizes and architecture.endswith("moe"):
         settings["moe_intermediate_size"] = sizes["M"]
     if "S" in sizes:
         settings["shared_expert_intermediate_size"] = sizes["S"]
     if type(window) is not int:
-        raise UnsupportedModelError(f"attention.sliding_window differs from layer to layer: {_INSTEAD}")
+        raise UnsupportedModelError(f"attention.sliding_window differs from layer to layer: {_HINT}")
     if FAMILIES[architecture].local:
         settings["sliding_window"] = window or None
     elif 0 < window < counts["context_length"]:
@@ -318,19 +318,17 @@ def _of_family(
                 settings[key] = own[key] or None
                 if type(own[key]) is not float or not 0 <= own[key] < math.inf:
                     raise KvprobeError(f"{key} is {own[key]!r}, not a positive number: the header is damaged")
-        # as llama.cpp has it: of the two largest of these families, the layers tell
+        # as in llama.cpp: the largest model of either family is told by its layers
         largest = counts["block_count"] == {"gemma2": 46, "gemma3": 62}[architecture]
         settings["query_pre_attn_scalar"] = sizes["H"] // counts["attention.head_count"] if largest else head_dim
         settings |= _pattern(own, architecture, counts["block_count"])
     if scale and not math.isclose(scale, settings.get("query_pre_attn_scalar", head_dim) ** -0.5, rel_tol=1e-6):
-        raise UnsupportedModelError(
-            f"attention.scale is {scale!r}, not one over the square root of the head: {_INSTEAD}"
-        )
+        raise UnsupportedModelError(f"attention.scale is {scale!r}, not one over the square root of the head: {_HINT}")
     return settings
 
 
 def _pattern(own: Mapping[str, Any], architecture: str, n_layers: int) -> dict[str, Any]:
-    """Which layers are local: said layer by layer, by a period, or by the family."""
+    """Which layers are local: by a list, by a period, or by the family."""
     said = own.get("attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6}[architecture])
     if type(said) is int and said > 0:
         said = [(i + 1) % said != 0 for i in range(n_layers)]

@@ -1,7 +1,7 @@
-"""How does a GGUF file turn positions, in the words of a transformers configuration?
+"""Which RoPE does a GGUF file describe, in terms of a transformers configuration?
 
-What the keys mean is what llama.cpp computes with them; `rope_freqs.weight` holds a factor that each wavelength is
-stretched by. What no ``rope_type`` of transformers gives exactly is refused by name.
+The keys mean what llama.cpp computes from them; `rope_freqs.weight` holds the factor that stretches each wavelength. A
+RoPE that no ``rope_type`` of transformers gives exactly is refused by name.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.models.gguf_header import Tensor
 
-# what a key may say without changing anything
+# values of a key that change nothing
 _WITHOUT_EFFECT: dict[str, tuple[float, ...]] = {
     "attn_factor": (1.0,),
     "yarn_ext_factor": (1.0,),
@@ -31,7 +31,7 @@ KEYS = frozenset(
 def of_file(
     architecture: str, keys: Mapping[str, Any], freqs: Tensor | None, *, context_length: int, rotary_dim: int
 ) -> dict[str, Any]:
-    """The ``rope_parameters`` of a file: as `parameters`, and for a Gemma 3 those of each kind of layer."""
+    """The ``rope_parameters`` of a file: as `parameters`, and for a Gemma 3 one set for each kind of layer."""
     factors = None if freqs is None else _floats(freqs)
     rope = parameters(keys, factors, context_length=context_length, rotary_dim=rotary_dim)
     if architecture == "gemma3":
@@ -41,7 +41,7 @@ def of_file(
     for key, same in (("rope.freq_base_swa", rope["rope_theta"]), ("rope.dimension_count_swa", rotary_dim)):
         if keys.get(key, same) != same:
             raise UnsupportedModelError(
-                f"{key} gives local layers a RoPE of their own, which is not understood for {architecture}: "
+                f"{key} gives local layers their own RoPE, which is not understood for {architecture}: "
                 "take the model's own safetensors"
             )
     return rope
@@ -49,7 +49,7 @@ def of_file(
 
 def _floats(tensor: Tensor) -> tuple[float, ...]:
     if tensor.type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > 4096:
-        raise UnsupportedModelError(f"{tensor.name} is no short row of float32: the file is damaged, fetch it again")
+        raise UnsupportedModelError(f"{tensor.name} is not a short row of float32: the file is damaged, fetch it again")
     with tensor.path.open("rb") as file:
         file.seek(tensor.start)
         return struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.n_bytes))
@@ -60,35 +60,34 @@ def parameters(
 ) -> dict[str, Any]:
     """The ``rope_parameters`` of keys without their architecture (``rope.freq_base``) and of ``rope_freqs.weight``.
 
-    ``freqs`` ``[rotary_dim / 2]``. Raises UnsupportedModelError, naming the key, for a scaling that transformers cannot
-    compute.
+    ``freqs`` is ``[rotary_dim / 2]``. Raises UnsupportedModelError, naming the key, for a scaling that transformers
+    cannot compute.
     """
     theta = _positive(keys, "rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
-    # llama.cpp takes a factor without a type for a linear one
+    # llama.cpp takes a factor without a type as linear
     kind = keys.get("rope.scaling.type", "linear")
     factor = _positive(keys, "rope.scaling.factor", _positive(keys, "rope.scale_linear", 1.0, zero=1.0), zero=1.0)
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(
-            f"rope.scaling.type is {kind!r}, and of GGUF files only none, linear and yarn are understood: "
+            f"rope.scaling.type is {kind!r}, but in GGUF files only none, linear and yarn are understood: "
             "take the model's own safetensors"
         )
     for name, neutral in _WITHOUT_EFFECT.items():
         value = keys.get(f"rope.scaling.{name}", neutral[0])
         if value not in neutral and not (name == "attn_factor" and kind == "yarn"):
             raise UnsupportedModelError(
-                f"rope.scaling.{name} is {value!r}, and what it does is not understood: "
-                "take the model's own safetensors"
+                f"rope.scaling.{name} is {value!r}, and its effect is not understood: take the model's own safetensors"
             )
     if kind == "yarn":
         rope |= _yarn(keys, factor, context_length)
     elif kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
-    if freqs is None or all(one == 1 for one in freqs):
+    if freqs is None or all(freq == 1 for freq in freqs):
         return rope
     if rope["rope_type"] != "default":
         raise UnsupportedModelError(
-            f"RoPE is scaled twice, by rope_freqs.weight and by rope.scaling.type {kind!r}, which transformers cannot: "
+            f"RoPE is scaled by both rope_freqs.weight and rope.scaling.type {kind!r}, which transformers cannot do: "
             "take the model's own safetensors"
         )
     original = keys.get("rope.scaling.original_context_length")
@@ -96,7 +95,7 @@ def parameters(
 
 
 def _positive(keys: Mapping[str, Any], key: str, default: float, *, zero: float | None = None) -> float:
-    """The number of a key; ``zero`` is what 0 stands for."""
+    """The number of a key; ``zero`` is what a 0 means."""
     value = keys.get(key, default)
     if value == 0 and zero is not None:
         return zero
@@ -109,7 +108,7 @@ def _yarn(keys: Mapping[str, Any], factor: float, context_length: int) -> dict[s
     original = keys.get("rope.scaling.original_context_length", 0) or context_length
     if type(original) is not int or original < 0:
         raise UnsupportedModelError(f"rope.scaling.original_context_length is {original!r}, not a number of positions")
-    # both scale cosine and sine by 1 + 0.1 ln(factor); llama.cpp by attn_factor on top of it
+    # both scale cosine and sine by 1 + 0.1 ln(factor); llama.cpp also by attn_factor
     scale = (0.1 * math.log(factor) + 1 if factor > 1 else 1.0) * _positive(keys, "rope.scaling.attn_factor", 1.0)
     return {
         "rope_type": "yarn",
@@ -122,20 +121,20 @@ def _yarn(keys: Mapping[str, Any], factor: float, context_length: int) -> dict[s
 
 
 def _stretched(freqs: Sequence[float], theta: float, rotary_dim: int, original: int) -> dict[str, Any]:
-    """The linear or llama3 parameters that give these factors of the wavelengths, to float32."""
+    """The linear or llama3 parameters that give these factors of the wavelengths, to float32 precision."""
     factor = max(freqs)
-    if len(freqs) != rotary_dim // 2 or not all(0 < one < math.inf for one in freqs):
+    if len(freqs) != rotary_dim // 2 or not all(0 < freq < math.inf for freq in freqs):
         raise UnsupportedModelError(
-            f"rope_freqs.weight holds no {rotary_dim // 2} positive factors: the file is damaged, fetch it again"
+            f"rope_freqs.weight does not hold {rotary_dim // 2} positive factors: the file is damaged, fetch it again"
         )
     if min(freqs) == factor:
         return {"rope_type": "linear", "factor": factor}
-    # in this unit, turns over the original context, llama3 keeps what is above `high`, stretches what is below `low`
+    # in turns over the original context, llama3 keeps frequencies above `high` and stretches those below `low`
     turns = [original * theta ** (-2 * i / rotary_dim) / (2 * math.pi) for i in range(len(freqs))]
     for low, high in [(1.0, 4.0), *_bounds(freqs, turns, factor)]:
         if 0 < low < high and all(
-            math.isclose(one, _llama3(turn, factor, low, high), rel_tol=1e-6)
-            for one, turn in zip(freqs, turns, strict=True)
+            math.isclose(freq, _llama3(turn, factor, low, high), rel_tol=1e-6)
+            for freq, turn in zip(freqs, turns, strict=True)
         ):
             return {
                 "rope_type": "llama3",
@@ -145,7 +144,7 @@ def _stretched(freqs: Sequence[float], theta: float, rotary_dim: int, original: 
                 "original_max_position_embeddings": original,
             }
     raise UnsupportedModelError(
-        "rope_freqs.weight stretches RoPE as no rope_type of transformers does: take the model's own safetensors"
+        "rope_freqs.weight stretches RoPE unlike any rope_type of transformers: take the model's own safetensors"
     )
 
 
@@ -159,13 +158,13 @@ def _llama3(turn: float, factor: float, low: float, high: float) -> float:
 
 
 def _bounds(freqs: Sequence[float], turns: Sequence[float], factor: float) -> list[tuple[float, float]]:
-    """The (low, high) that fit the factors, if any do: of these the original context length is a free unit."""
-    kept = [turn for one, turn in zip(freqs, turns, strict=True) if one == 1]
-    full = [turn for one, turn in zip(freqs, turns, strict=True) if one == factor]
+    """The (low, high) that fit the factors, if any do; the original context length is only their unit."""
+    kept = [turn for freq, turn in zip(freqs, turns, strict=True) if freq == 1]
+    full = [turn for freq, turn in zip(freqs, turns, strict=True) if freq == factor]
     smooth = [
-        (turn, (1 / one - 1 / factor) / (1 - 1 / factor))
-        for one, turn in zip(freqs, turns, strict=True)
-        if one not in (1, factor)
+        (turn, (1 / freq - 1 / factor) / (1 - 1 / factor))
+        for freq, turn in zip(freqs, turns, strict=True)
+        if freq not in (1, factor)
     ]
     above, below = min(kept, default=2 * max(turns)), max(full, default=min(turns) / 2)
     if factor <= 1 or above <= below:
@@ -178,8 +177,8 @@ def _bounds(freqs: Sequence[float], turns: Sequence[float], factor: float) -> li
         return [(far[0] - first * unit, far[0] + (1 - first) * unit)]
     if smooth:
         turn, share = smooth[0]
-        # one equation for two bounds: halfway in what the neighbours leave
+        # one equation for two bounds: halfway between what the neighbours allow
         low = (max(below, (turn - share * above) / (1 - share)) + turn) / 2
         return [(low, low + (turn - low) / share)]
-    # any two bounds between the neighbours do
+    # any two bounds between the neighbours work
     return [(below + (above - below) / 3, below + 2 * (above - below) / 3)]

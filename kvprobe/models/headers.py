@@ -1,4 +1,4 @@
-"""Which tensors do the safetensors files of a model hold, by their headers alone, and is every file there and whole?"""
+"""Which tensors do a model's safetensors files hold, by their headers alone, and is every file there and complete?"""
 
 import math
 import struct
@@ -12,8 +12,8 @@ from kvprobe.files.jsonfile import parse_json, read_object
 INDEX = "model.safetensors.index.json"
 _ONE = "model.safetensors"
 LIMIT = 1 << 25
-"""Bytes of the longest header that is read: room for a quarter of a million tensors in one file."""
-# the width of an element, by the name that safetensors has for its type
+"""The longest header that is read, in bytes: room for a quarter of a million tensors in one file."""
+# the width of an element, by safetensors' name of its type
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -26,7 +26,7 @@ BITS = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a header says of one tensor; ``file`` is the name of the file that it is in."""
+    """What a header says about one tensor; ``file`` is the name of its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,45 +34,45 @@ class Tensor:
 
     @property
     def n_elements(self) -> int:
-        """Elements as they are stored; 1 of a scalar."""
+        """Stored elements; a scalar has 1."""
         return math.prod(self.shape)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory; none where it has neither one file of weights nor an index.
+    """The safetensors files of a model directory; none if it has neither model.safetensors nor an index.
 
-    As transformers chooses (`PreTrainedModel.from_pretrained`): model.safetensors alone where it is there, and what the
-    index names otherwise. Raises KvprobeError where the index is damaged, or a file that it names is missing or lies
-    outside.
+    Chosen as transformers does (`PreTrainedModel.from_pretrained`): only model.safetensors if it exists, otherwise what
+    the index names. Raises KvprobeError if the index is damaged, or if a file that it names is missing or outside the
+    directory.
     """
     if _by_index(directory):
         return [_checked(directory, name) for name in sorted(set(_index(directory).values()))]
-    one = directory / _ONE
-    return [_checked(directory, _ONE)] if one.is_symlink() or one.exists() else []
+    single = directory / _ONE
+    return [_checked(directory, _ONE)] if single.is_symlink() or single.exists() else []
 
 
 def read_tensors(name: str, directory: Path, files: list[Path]) -> dict[str, Tensor]:
-    """Every tensor of `files`, by name. Raises KvprobeError for a file that is cut or damaged.
+    """Every tensor of `files`, by name; ``name`` is the model's, for errors.
 
-    So it does where two files hold the same tensor, where the index places one in a file that lacks it, and where the
-    directory has shards that the index does not name. ``name`` is the model's, for the errors.
+    Raises KvprobeError for a file that is truncated or damaged, if two files hold the same tensor, if the index places
+    one in a file that lacks it, and if the directory has shards that the index does not name.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in files:
         for key, tensor in read_header(path, f"the safetensors of {name} are damaged: {path.name}").items():
-            if key in found:
-                raise KvprobeError(f"{name} holds {key} twice, in {found[key].file} and in {tensor.file}")
-            found[key] = tensor
+            if key in tensors:
+                raise KvprobeError(f"{name} holds {key} twice, in {tensors[key].file} and in {tensor.file}")
+            tensors[key] = tensor
     if _by_index(directory):
-        _check_index(name, directory, found, files)
-    return found
+        _check_index(name, directory, tensors, files)
+    return tensors
 
 
 def read_header(path: Path, what: str) -> dict[str, Tensor]:
-    """The tensors of one safetensors file. Raises KvprobeError, which begins with ``what``, for a file not whole.
+    """The tensors of one safetensors file. Raises KvprobeError, beginning with ``what``, for an invalid file.
 
-    Checked is all that its readers rely on: known types, shapes of whole numbers, and data that the tensors fill
-    from the first byte to the last without an overlap.
+    It checks everything that readers rely on: known types, integer shapes, and data that the tensors fill from the
+    first byte to the last without overlap.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -83,34 +83,34 @@ def read_header(path: Path, what: str) -> dict[str, Tensor]:
             raise KvprobeError(f"{what} has a header of {length:,} bytes, more than {LIMIT:,}")
         header = parse_json(file.read(length), f"{what} has a header that", unique=True)
     if not isinstance(header, dict):
-        raise KvprobeError(f"{what} has a header that is no JSON object")
+        raise KvprobeError(f"{what} has a header that is not a JSON object")
     header.pop("__metadata__", None)
     places = []
-    found = {}
+    tensors = {}
     for key, entry in header.items():
-        begin, end, found[key] = _entry(key, entry, path.name, what)
+        begin, end, tensors[key] = _entry(key, entry, path.name, what)
         places.append((begin, end, key))
     reached = 0
     for begin, end, key in sorted(places):
         if begin != reached:
-            raise KvprobeError(f"{what} has {key} at byte {begin:,} of the data, where {reached:,} is free next")
+            raise KvprobeError(f"{what} has {key} at byte {begin:,} of the data, where {reached:,} is expected")
         reached = end
     if reached != size - 8 - length:
-        why = "it is cut: fetch it again" if reached > size - 8 - length else "what stands behind is no tensor"
+        why = "it is truncated: fetch it again" if reached > size - 8 - length else "the rest is not a tensor"
         raise KvprobeError(f"{what} has {size:,} bytes of {reached + 8 + length:,}: {why}")
-    return found
+    return tensors
 
 
 def _entry(key: str, entry: Any, file: str, what: str) -> tuple[int, int, Tensor]:
     if not isinstance(entry, dict):
-        raise KvprobeError(f"{what} says nothing of {key} that a tensor needs")
+        raise KvprobeError(f"{what} does not describe {key} as a tensor")
     dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise KvprobeError(f"{what} has {key} of the type {dtype!r}, which is not known")
+        raise KvprobeError(f"{what} has {key} of the unknown type {dtype!r}")
     if not _counts(shape) or len(shape) > 64:
-        raise KvprobeError(f"{what} has {key} of the shape {_short(shape)}, which is no list of whole numbers")
+        raise KvprobeError(f"{what} has {key} of the shape {_short(shape)}, which is not a list of whole numbers")
     if not _counts(place) or len(place) != 2:
-        raise KvprobeError(f"{what} has {key} at {_short(place)}, which is no place in the file")
+        raise KvprobeError(f"{what} has {key} at {_short(place)}, which is not a place in the file")
     tensor, (begin, end) = Tensor(dtype, tuple(shape), file), place
     if end - begin != -(-tensor.n_elements * BITS[dtype] // 8):
         raise KvprobeError(f"{what} gives {end - begin:,} bytes to {key}, {dtype} of the shape {_short(shape)}")
@@ -131,25 +131,25 @@ def _by_index(directory: Path) -> bool:
 
 
 def _index(directory: Path) -> dict[str, str]:
-    """Which file each tensor is in, by the index."""
+    """The file that the index names for each tensor."""
     what = f"{INDEX} in {directory.resolve().name}"
     placed = read_object(directory / INDEX, what).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise KvprobeError(f"{what} is damaged (no weight_map that names files): fetch it again")
     for key, name in placed.items():
         if not isinstance(name, str) or not name or "\0" in name:
-            raise KvprobeError(f"{what} is damaged ({key} is in {_short(name)}, which is no file name): fetch it again")
+            raise KvprobeError(f"{what} is damaged ({key} is in {_short(name)}, not a file name): fetch it again")
     return placed
 
 
 def _checked(directory: Path, name: str) -> Path:
-    """The file of that name. Raises KvprobeError where it is missing or its content lies elsewhere.
+    """The file of that name. Raises KvprobeError if it is missing or its content is outside the directory.
 
-    The hub's cache is not elsewhere: its snapshots are links to the blobs of their repository, and so may be the files
-    of any directory.
+    Links into the hub's cache are allowed: its snapshots are links to the blobs of their repository, and so may be the
+    files of any directory.
     """
     path, parts = directory / name, PurePosixPath(name.replace("\\", "/"))
-    root = directory.resolve()  # "." has no name, and a link another
+    root = directory.resolve()  # "." has no name, and a link another one
     inside = not parts.is_absolute() and ".." not in parts.parts and not Path(name).is_absolute()
     if inside:
         try:
@@ -159,11 +159,11 @@ def _checked(directory: Path, name: str) -> Path:
         roots = [root]
         if root.parent.name == "snapshots":
             roots.append(root.parent.parent / "blobs")
-        inside = any(one in target.parents for one in roots) or _is_blob(target)
+        inside = any(allowed in target.parents for allowed in roots) or _is_blob(target)
     if not inside:
         raise KvprobeError(f"{root.name} names weights outside its directory ({name}), which are not read")
     if not path.is_file():
-        raise KvprobeError(f"{root.name} is not whole: {name} is missing, fetch it again")
+        raise KvprobeError(f"{root.name} is incomplete: {name} is missing, fetch it again")
     return path
 
 
@@ -171,9 +171,9 @@ def _is_blob(path: Path) -> bool:
     return path.parent.name == "blobs" and path.parent.parent.name.startswith("models--")
 
 
-def _check_index(name: str, directory: Path, found: dict[str, Tensor], files: list[Path]) -> None:
+def _check_index(name: str, directory: Path, tensors: dict[str, Tensor], files: list[Path]) -> None:
     for key, file in _index(directory).items():
-        if key not in found or found[key].file != Path(file).name:
+        if key not in tensors or tensors[key].file != Path(file).name:
             raise KvprobeError(f"the index of {name} has {key} in {file}, which does not hold it")
     shards = {path.name for path in directory.glob("model-*-of-*.safetensors")}
     if spare := sorted(shards - {path.name for path in files}):

@@ -1,7 +1,7 @@
-"""How does a repository of the Hugging Face hub come to this machine: only what is needed, safetensors, no code?
+"""How is a repository fetched from the Hugging Face hub: only what is needed, only safetensors, no code?
 
 The hub client's own settings apply (``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``), and its cache is
-the one that is read and filled, so that a model fetched by another tool is found.
+used, so that a model fetched by another tool is found.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ WANTED = (
     "merges.txt",
     "vocab.txt",
 )
-_CONNECT_S = 4.0  # an unreachable hub is told at once; the download itself waits as long as the hub's client does
+_CONNECT_S = 4.0  # report an unreachable hub quickly; the download itself waits as long as the hub's client does
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the client's own notices away: what matters of them is in the errors that `fetch` raises."""
+    """Silence the client's notices: what matters is in the errors that `fetch` raises."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()
@@ -49,9 +49,9 @@ def quiet() -> Iterator[None]:
 
 
 def cached(repo: str) -> Path | None:
-    """The newest whole snapshot of a repository in the hub's cache; None if there is none."""
-    found = _snapshot(repo)
-    return None if found is None or _lacks(found) else found
+    """The newest complete snapshot of a repository in the hub's cache, or None."""
+    snapshot = _snapshot(repo)
+    return None if snapshot is None or _lacks(snapshot) else snapshot
 
 
 def _snapshot(repo: str) -> Path | None:
@@ -65,7 +65,7 @@ def _snapshot(repo: str) -> Path | None:
 
 
 def _lacks(directory: Path) -> str | None:
-    """Why a snapshot is not whole; None if it is."""
+    """Why a snapshot is incomplete; None if it is complete."""
     try:
         if (directory / "config.json").is_file() and weight_files(directory):
             return None
@@ -75,7 +75,7 @@ def _lacks(directory: Path) -> str | None:
 
 
 def cached_models() -> list[dict[str, Any]]:
-    """The repositories in the hub's cache that can be loaded without a network: name and bytes on the disk."""
+    """The repositories in the hub's cache that can be loaded without a network: name and bytes on disk."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -91,13 +91,13 @@ def cached_models() -> list[dict[str, Any]]:
 
 
 def fetch(repo: str, *, only_config: bool = False, progress: Progress = silent) -> Path:
-    """The snapshot directory of a repository: from the cache if it is whole there, else downloaded.
+    """The snapshot directory of a repository: from the cache if it is complete there, else downloaded.
 
-    A cached snapshot is used as it is, without asking the hub for a newer one (the commit is in every result). The
-    directory is named by its commit hash. A connection that breaks is taken up a few times; after that the files that
-    came whole stay, and the next run fetches the rest. Raises LookupError with the reason when the hub cannot be
-    reached or has no such repository, KvprobeError when a download breaks off or a checksum is wrong,
-    UnsupportedModelError for a repository without safetensors.
+    A cached snapshot is used without asking the hub for a newer one (the commit is in every result). The directory is
+    named by its commit hash. A broken connection is retried a few times; after that the complete files stay, and the
+    next run fetches the rest. Raises LookupError with the reason if the hub cannot be reached or lacks the repository,
+    KvprobeError if a download breaks off or a checksum is wrong, UnsupportedModelError for a repository without
+    safetensors.
     """
     from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import (
@@ -108,8 +108,8 @@ def fetch(repo: str, *, only_config: bool = False, progress: Progress = silent) 
     )
 
     try:
-        if only_config and isinstance(found := try_to_load_from_cache(repo, "config.json"), str):
-            return Path(found).parent
+        if only_config and isinstance(path := try_to_load_from_cache(repo, "config.json"), str):
+            return Path(path).parent
         if (directory := cached(repo)) is not None:
             return directory
         if constants.is_offline_mode():
@@ -117,15 +117,15 @@ def fetch(repo: str, *, only_config: bool = False, progress: Progress = silent) 
         progress(f"asking {constants.ENDPOINT} for {repo}", 0, None)
         info = HfApi().model_info(repo, timeout=_CONNECT_S)
     except HFValidationError as error:
-        raise LookupError(f"it cannot be a hub repository ({error})") from error
+        raise LookupError(f"it cannot be the name of a hub repository ({error})") from error
     except GatedRepoError as error:
         raise KvprobeError(
             f"{repo} is gated on {constants.ENDPOINT}: accept its terms there, then `hf auth login`, or set HF_TOKEN"
         ) from error
     except RepositoryNotFoundError as error:
-        raise LookupError(f"{constants.ENDPOINT} has no such repository, or hides it from you") from error
+        raise LookupError(f"{constants.ENDPOINT} has no such repository, or you have no access") from error
     except OfflineModeIsEnabled as error:
-        raise LookupError(f"{_why_not_cached(repo)}, and HF_HUB_OFFLINE forbids to ask the hub") from error
+        raise LookupError(f"{_why_not_cached(repo)}, and HF_HUB_OFFLINE forbids asking the hub") from error
     except Exception as error:
         if not _of_the_network(error):
             raise
@@ -151,29 +151,28 @@ def fetch(repo: str, *, only_config: bool = False, progress: Progress = silent) 
             raise
         raise KvprobeError(
             f"the download of {repo} from {constants.ENDPOINT} broke off ({type(error).__name__}); "
-            "the files that came whole are kept: run the same again for the rest"
+            "the complete files are kept: run the same command again for the rest"
         ) from error
     _check(repo, directory, progress)
     return directory
 
 
 def _why_not_cached(repo: str) -> str:
-    found = _snapshot(repo)
-    return (
-        "it is not in the hub's cache" if found is None else f"its copy in the hub's cache is damaged ({_lacks(found)})"
-    )
+    if (snapshot := _snapshot(repo)) is None:
+        return "it is not in the hub's cache"
+    return f"its copy in the hub's cache is damaged ({_lacks(snapshot)})"
 
 
 def refuse_adapter(name: str, directory: Path) -> None:
-    """Raise UnsupportedModelError for an adapter (LoRA and the like): whose it is, and how the two become one model."""
+    """Raise UnsupportedModelError for an adapter (LoRA and the like), naming its base and how to merge the two."""
     if not (directory / "adapter_config.json").is_file():
         return
     settings = read_object(directory / "adapter_config.json", f"the adapter_config.json of {name}")
     base = str(settings.get("base_model_name_or_path") or "a model that it does not name")
-    # a path is of the machine that it was trained on, and only its end is the model's name
+    # a path belongs to the machine that trained it; only its last part is the model's name
     base = base if base.count("/") == 1 else base.rstrip("/").rpartition("/")[2]
     raise UnsupportedModelError(
-        f"{name} is an adapter of {base}, and no model by itself: merge the two with peft "
+        f"{name} is an adapter of {base}, not a model by itself: merge the two with peft "
         "(`model.merge_and_unload().save_pretrained(DIRECTORY)`) and give that directory"
     )
 
@@ -187,7 +186,7 @@ def _refuse_without_safetensors(repo: str, names: set[str]) -> None:
             f"{repo} has only pickled weights ({pickled[0]}), and reading a pickle runs what is in it; kvprobe reads "
             "model.safetensors only: convert it where you trust it, and give the directory"
         )
-    raise UnsupportedModelError(f"{repo} has no model.safetensors, so there are no weights that kvprobe reads")
+    raise UnsupportedModelError(f"{repo} has no model.safetensors, so it has no weights that kvprobe reads")
 
 
 def _of_the_network(error: Exception) -> bool:
@@ -196,20 +195,20 @@ def _of_the_network(error: Exception) -> bool:
 
 
 def _check(repo: str, directory: Path, progress: Progress) -> None:
-    """Holds large files against the SHA-256 that the hub gave: the name of their blob in the cache."""
+    """Check large files against the hub's SHA-256, which is the name of their blob in the cache."""
     for file in weight_files(directory):
         blob = file.resolve()
         if re.fullmatch(r"[0-9a-f]{64}", blob.name) and (got := sha256(blob, progress=progress)) != blob.name:
             blob.unlink()
             file.unlink(missing_ok=True)
             raise KvprobeError(
-                f"{file.name} of {repo} came damaged: expected SHA-256 {blob.name}, got {got}; "
-                "it was removed, run again"
+                f"{file.name} of {repo} arrived damaged: expected SHA-256 {blob.name}, got {got}; "
+                "it was removed, run the command again"
             )
 
 
 def _bars(what: str, progress: Progress) -> Any:
-    """A class that stands where the hub's client wants a progress bar, and tells `progress` the bytes instead."""
+    """A class for the hub's client to use as its progress bar, which reports the bytes to `progress`."""
     from tqdm.auto import tqdm
 
     class Bars(tqdm):  # type: ignore[misc]
@@ -222,7 +221,7 @@ def _bars(what: str, progress: Progress) -> Any:
         def update(self, n: float | None = 1) -> None:
             self.n += n or 0
             if self.in_bytes:
-                # two bars count the same bytes; what the cache held already is in one of them only
+                # two bars count the same bytes; only one includes what the cache held already
                 progress(what, min(int(self.n), int(self.total or self.n)), int(self.total or 0) or None, "bytes")
 
     return Bars

@@ -1,4 +1,4 @@
-"""How is a model read that is in memory already, fine-tuned, merged or made by hand?"""
+"""How is a model used that is already in memory: fine-tuned, merged or made by hand?"""
 
 import hashlib
 from collections import Counter
@@ -14,19 +14,19 @@ _SAMPLED = 64
 
 
 def from_memory(model: Any, tokenizer: Any = None, *, name: str | None = None) -> Loaded:
-    """What `kvprobe.models.loading.load` gives, of a Hugging Face causal model in memory, which stays as it is.
+    """As `kvprobe.models.loading.load`, for a Hugging Face causal model in memory, which is left unchanged.
 
-    ``name`` defaults to the last part of the name that the model was loaded by, else to its class. The revision is
+    ``name`` defaults to the last part of the name that the model was loaded by, or else to its class. The revision is
     ``memory:`` and 16 hexadecimal digits over the shape and some elements of every parameter: it tells weights apart,
-    it does not prove them equal. Raises KvprobeError for a model in training mode, on no or several devices, or with
-    weights that are not finite; UnsupportedModelError for a family or weights of a kind that is refused.
+    but does not prove them equal. Raises KvprobeError for a model in training mode, on no or several devices, or with
+    weights that are not finite; UnsupportedModelError for a family or kind of weights that is refused.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise UnsupportedModelError(f"{type(model).__name__} has no config: give a Hugging Face causal model")
     name = name or Path(str(getattr(config, "_name_or_path", ""))).name or type(model).__name__
     if model.training:
-        raise KvprobeError(f"{name} is in training mode, where dropout draws at random: call model.eval() first")
+        raise KvprobeError(f"{name} is in training mode, in which dropout is random: call model.eval() first")
     settings = config.to_dict()
     checkpoint_checks.refuse_foreign(name, settings)
     spec = checkpoint_checks.read_spec(name, settings)
@@ -38,9 +38,9 @@ def from_memory(model: Any, tokenizer: Any = None, *, name: str | None = None) -
     sizes: Counter[str] = Counter()
     for parameter in parameters.values():
         sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
-    dtype = max(sizes, key=lambda each: sizes[each])
+    dtype, _ = sizes.most_common(1)[0]
     if dtype not in DTYPE_BYTES:
-        raise UnsupportedModelError(f"{name} holds {dtype} weights; {', '.join(DTYPE_BYTES)} are read")
+        raise UnsupportedModelError(f"{name} has {dtype} weights; {', '.join(DTYPE_BYTES)} are read")
     checkpoint_checks.refuse_broken(name, model)
     return Loaded(
         model=model,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError
 from kvprobe.files.jsonfile import read_object
-from kvprobe.files.store import MANIFEST, damage, home, read_manifest
+from kvprobe.files.store import MANIFEST, home, read_manifest, verify
 from kvprobe.models import arrivals, checkpoint_checks, headers, hub, pull
 from kvprobe.models.checkpoint_checks import quiet
 from kvprobe.progress import Progress, silent
@@ -19,7 +19,7 @@ from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.shape.spec import Spec
 
 __all__ = [
-    "Found", "Loaded", "available", "check", "device_for", "find", "load", "load_spec", "quiet", "read_config",
+    "Checkpoint", "Loaded", "available", "check", "device_for", "find", "load", "load_spec", "quiet", "read_config",
     "revision_of", "weights_bytes",
 ]  # fmt: skip
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a name means: the directory it is in, and what a result may say of it."""
+class Checkpoint:
+    """What a model's name means: its directory, and what a result may say about it."""
 
     directory: Path
     name: str
-    """As shown: a catalogue name, a hub id, or a file's or directory's base name; never a path."""
+    """For display: a catalogue name, a hub id, or a file's or directory's base name; never a path."""
     source: str
-    """``directory``, ``gguf`` or ``hub``, or of a pulled model the file that it was made from."""
+    """``directory``, ``gguf`` or ``hub``; for a pulled model, the file that it was made from."""
     revision: str
-    """Of the hub: the commit. Otherwise ``manifest:`` or ``sample:`` and 16 hexadecimal digits, see `revision_of`."""
+    """From the hub: the commit. Otherwise ``manifest:`` or ``sample:`` and 16 hexadecimal digits, see `revision_of`."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -53,14 +53,14 @@ class Loaded:
     dtype: str
     device: str
     code: str | None = None
-    """Whose code is run, where the repository brings its own."""
+    """Whose code is run, if the repository brings its own."""
 
     def __repr__(self) -> str:
         """As in ``Loaded(smollm2-135m, float32 on cpu)``."""
         return f"Loaded({self.name}, {self.dtype} on {self.device})"
 
     def record(self) -> dict[str, Any]:
-        """What a run record says of the model and where it runs: names and fingerprints, never a path."""
+        """The model and its device in a run record: names and fingerprints, never a path."""
         import torch
 
         return {
@@ -78,7 +78,7 @@ class Loaded:
 
 
 def _autocast(device: str) -> str | None:
-    """The dtype that torch.autocast computes in at this moment, on whatever kind of device; None where it is off."""
+    """The dtype that torch.autocast currently computes in on this kind of device; None if it is off."""
     import torch
 
     kind = device.partition(":")[0]
@@ -86,42 +86,42 @@ def _autocast(device: str) -> str | None:
 
 
 def load(name: str, *, dtype: str = "float32", device: str | None = None, progress: Progress = silent) -> Loaded:
-    """Loads a model by name: a pulled one, a local directory, a ``.gguf`` file, or a hub repository, in this order.
+    """Load a model by name: a pulled one, a local directory, a ``.gguf`` file, or a hub repository, in this order.
 
     `dtype` is float32, bfloat16 or float16; `device` a torch device, None or ``auto`` for a GPU if there is one.
-    Weights are read from safetensors only and no code of a repository is run. Raises KvprobeError (its subclass
-    UnsupportedModelError for a model of a kind that is refused) when the name means nothing, the checkpoint is not
-    whole, or the weights do not fit the free memory.
+    Weights are read only from safetensors, and no repository's code is run. Raises KvprobeError if the name is unknown,
+    the checkpoint is incomplete, or the weights do not fit the free memory; UnsupportedModelError, its subclass, for a
+    kind of model that is refused.
     """
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
-    found = find(name, progress=progress)
-    config, spec, tensors, method = _inspected(found)
-    _refuse_damaged(found, progress)
+    checkpoint = find(name, progress=progress)
+    config, spec, tensors, method = _inspected(checkpoint)
+    _refuse_damaged(checkpoint, progress)
     import torch
 
     place = device_for(device)
-    checkpoint_checks.refuse_too_big(found.name, tensors, spec, dtype=dtype, device=place)
-    progress(f"loading {found.name}", 0, None)
+    checkpoint_checks.refuse_too_big(checkpoint.name, tensors, spec, dtype=dtype, device=place)
+    progress(f"loading {checkpoint.name}", 0, None)
     with quiet():
-        checkpoint_checks.refuse_foreign(found.name, config)
+        checkpoint_checks.refuse_foreign(checkpoint.name, config)
         code = checkpoint_checks.STOCK_CODE if config.get("auto_map") else None
         if code is not None:
-            progress(f"{found.name}: {code}", 0, None)
+            progress(f"{checkpoint.name}: {code}", 0, None)
         given = {"spec": spec, "dtype": getattr(torch, dtype), "method": method}
-        model = checkpoint_checks.model(found.name, found.directory, config, tensors, **given)
-        tokenizer = checkpoint_checks.tokenizer(found.name, found.directory)
+        model = checkpoint_checks.model(checkpoint.name, checkpoint.directory, config, tensors, **given)
+        tokenizer = checkpoint_checks.tokenizer(checkpoint.name, checkpoint.directory)
     if heads := arrivals.other_heads(model, tensors):
-        progress(f"{found.name}: {heads[0]} is of a head for another task and is not read", 0, None)
+        progress(f"{checkpoint.name}: {heads[0]} belongs to a head for another task and is not read", 0, None)
     model = model.to(place).eval().requires_grad_(False)
-    checkpoint_checks.refuse_broken(found.name, model)
+    checkpoint_checks.refuse_broken(checkpoint.name, model)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
         spec=spec,
-        name=found.name,
-        source=found.source,
-        revision=found.revision,
+        name=checkpoint.name,
+        source=checkpoint.source,
+        revision=checkpoint.revision,
         dtype=dtype,
         device=str(place),
         code=code,
@@ -129,10 +129,10 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
 
 
 def check(name: str, *, weights: bool = True) -> None:
-    """Refuses a GGUF file by its header and a local directory by its files' headers, as `load` does, without torch.
+    """Refuse a GGUF file by its header and a local directory by its files' headers, as `load` does, without torch.
 
-    Without ``weights`` directories are not looked into, and a GGUF file need not be able to read text. Any other name
-    is left to `load`, which may have to fetch it.
+    Without ``weights``, directories are not checked, and a GGUF file need not be able to read text. Any other name is
+    left to `load`, which may have to fetch it.
     """
     if name in pull.CATALOGUE:
         return
@@ -145,41 +145,41 @@ def check(name: str, *, weights: bool = True) -> None:
         _inspected(find(name))
 
 
-def _refuse_damaged(found: Found, progress: Progress) -> None:
-    """Refuses files that are not what the manifest says from which the revision comes; a conversion is made anew."""
-    if found.source == "gguf" or read_manifest(found.directory) is None:
+def _refuse_damaged(checkpoint: Checkpoint, progress: Progress) -> None:
+    """Refuse files that do not match the manifest that gives the revision; a bad conversion is repeated instead."""
+    if checkpoint.source == "gguf" or read_manifest(checkpoint.directory) is None:
         return
-    if (wrong := damage(found.directory, progress=progress)) is not None:
-        pulled = found.name in pull.CATALOGUE
-        hint = f"`kvprobe pull {found.name}` fetches it again" if pulled else f"remove its {MANIFEST} if that is meant"
-        raise KvprobeError(f"{found.name} is damaged: {wrong}; {hint}")
+    if (wrong := verify(checkpoint.directory, progress=progress)) is not None:
+        pulled = checkpoint.name in pull.CATALOGUE
+        hint = f"`kvprobe pull {checkpoint.name}` fetches it again" if pulled else f"if intended, remove its {MANIFEST}"
+        raise KvprobeError(f"{checkpoint.name} is damaged: {wrong}; {hint}")
 
 
-def _inspected(found: Found) -> tuple[dict[str, Any], Spec, dict[str, headers.Tensor], str | None]:
-    """The configuration, the shape, the tensors, and the method by which transformers turns codes into numbers."""
-    hub.refuse_adapter(found.name, found.directory)
-    config = read_config(found)
-    spec = checkpoint_checks.read_spec(found.name, config)
-    files = headers.weight_files(found.directory)
+def _inspected(checkpoint: Checkpoint) -> tuple[dict[str, Any], Spec, dict[str, headers.Tensor], str | None]:
+    """The configuration, the shape, the tensors, and the method by which transformers decodes them, if any."""
+    hub.refuse_adapter(checkpoint.name, checkpoint.directory)
+    config = read_config(checkpoint)
+    spec = checkpoint_checks.read_spec(checkpoint.name, config)
+    files = headers.weight_files(checkpoint.directory)
     if not files:
-        checkpoint_checks.refuse_pickles(found.name, found.directory)
-    tensors = headers.read_tensors(found.name, found.directory, files)
-    method = arrivals.refuse_codes(found.name, found.directory, config, tensors)
-    checkpoint_checks.refuse_unlike(found.name, spec, tensors)
+        checkpoint_checks.refuse_pickles(checkpoint.name, checkpoint.directory)
+    tensors = headers.read_tensors(checkpoint.name, checkpoint.directory, files)
+    method = arrivals.refuse_codes(checkpoint.name, checkpoint.directory, config, tensors)
+    checkpoint_checks.refuse_unlike(checkpoint.name, spec, tensors)
     return config, spec, tensors, method
 
 
 def load_spec(name: str, *, progress: Progress = silent) -> Spec:
-    """The shape of a model by name, from its configuration alone: no weights are read or fetched, torch is not needed.
+    """The shape of a model by name, from its configuration alone: it reads and fetches no weights and needs no torch.
 
-    Of a GGUF file the conversion of `load` is made, which reads everything.
+    A GGUF file is converted as by `load`, which reads all of it.
     """
-    found = find(name, only_config=True, progress=progress)
-    return checkpoint_checks.read_spec(found.name, read_config(found))
+    checkpoint = find(name, only_config=True, progress=progress)
+    return checkpoint_checks.read_spec(checkpoint.name, read_config(checkpoint))
 
 
-def find(name: str, *, only_config: bool = False, progress: Progress = silent) -> Found:
-    """What a name means, fetched from the hub where it must be; see `load`."""
+def find(name: str, *, only_config: bool = False, progress: Progress = silent) -> Checkpoint:
+    """What a name means, fetched from the hub if necessary; see `load`."""
     path = _path(name)
     if not name:
         raise KvprobeError(f"the name of the model is empty; {_here()}")
@@ -189,38 +189,38 @@ def find(name: str, *, only_config: bool = False, progress: Progress = silent) -
         if not pull.is_pulled(name):
             raise KvprobeError(f"{name} is not on this machine yet: fetch it with `kvprobe pull {name}`")
         made_from = ", ".join(source.name for source in pull.CATALOGUE[name].sources)
-        return _found(pull.place(name), name, f"pulled: {made_from}")
+        return _checkpoint(pull.place(name), name, f"pulled: {made_from}")
     if path.is_dir():
-        return _found(path, path.resolve().name, "directory")
+        return _checkpoint(path, path.resolve().name, "directory")
     if path.suffix == ".gguf":
         if not path.is_file():
             raise KvprobeError(f"there is no file {name}; {_here()}")
-        return _found(pull.convert_once(path, text=not only_config, progress=progress), path.stem, "gguf")
+        return _checkpoint(pull.convert_once(path, text=not only_config, progress=progress), path.stem, "gguf")
     if name.startswith((".", "/", "~")) or (os.sep == "\\" and "\\" in name) or name.count("/") > 1:
         if path.is_file():
-            raise KvprobeError(f"{name} is a file; of files only those that end in .gguf are models; {_here()}")
+            raise KvprobeError(f"{name} is a file, and only files that end in .gguf are models; {_here()}")
         raise KvprobeError(f"there is no directory {name}; {_here()}")
     try:
         directory = hub.fetch(name, only_config=only_config, progress=progress)
     except LookupError as error:
         raise KvprobeError(
-            f"no model {name!r}: it is no pulled model, no directory and no GGUF file here, and {error}; {_here(name)}"
+            f"no model {name!r}: it is not a pulled model, a directory or a GGUF file here, and {error}; {_here(name)}"
         ) from error
-    return Found(directory=directory, name=name, source="hub", revision=directory.name)
+    return Checkpoint(directory=directory, name=name, source="hub", revision=directory.name)
 
 
 def _path(name: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise KvprobeError(f"{name!r} is of a user who has no home; {_here()}") from None
+        raise KvprobeError(f"{name!r} names a user who has no home directory; {_here()}") from None
 
 
 def available() -> list[dict[str, Any]]:
-    """What can be loaded here and what can be pulled, one dict each.
+    """The models available here and those that can be pulled, one dict each.
 
-    name; kind: ``model`` or ``tokenizer``; bytes on the disk, None for what is not here; licence; what; and state:
-    ``pulled``, ``not pulled``, ``hub cache`` or ``gguf`` (converted before; named by the file itself).
+    name; kind: ``model`` or ``tokenizer``; bytes on disk, None if it is not here; licence; what; and state: ``pulled``,
+    ``not pulled``, ``hub cache`` or ``gguf`` (converted before, and named by its file).
     """
     rows = []
     for item in pull.CATALOGUE.values():
@@ -241,18 +241,18 @@ def available() -> list[dict[str, Any]]:
     for directory in sorted((home() / "gguf").glob("[0-9a-f]*")):
         manifest = read_manifest(directory)
         if manifest is None or not isinstance(manifest.get("name"), str):
-            continue  # damaged: made anew when its file is asked for
+            continue  # damaged: converted again when its file is loaded
         name = f"{manifest['name']}.gguf"
         rows.append({**other, "name": name, "state": "gguf", "bytes": _size(directory), "what": "a GGUF file"})
     return rows
 
 
 def revision_of(directory: Path) -> str:
-    """Which weights these are, without reading them all.
+    """An identifier of the weights, without reading them all.
 
-    With a manifest of ours: ``manifest:`` and the start of the SHA-256 over the SHA-256 of every file. Otherwise
-    ``sample:`` and that over the configuration and, of each safetensors file, its size, header, first and last MiB:
-    it tells checkpoints apart, it does not prove them equal.
+    With our manifest: ``manifest:`` and the start of the SHA-256 over the SHA-256 of every file. Otherwise ``sample:``
+    and the SHA-256 over the configuration and each safetensors file's size, header, first and last MiB: it tells
+    checkpoints apart, but does not prove them equal.
     """
     digest = hashlib.sha256()
     if checksums := _checksums(directory):
@@ -271,7 +271,7 @@ def revision_of(directory: Path) -> str:
 
 
 def _checksums(directory: Path) -> dict[str, str]:
-    """The SHA-256 of every file by our manifest; none where there is none, or one that we have not written."""
+    """The SHA-256 of every file by our manifest; empty without a manifest, or if it is not ours."""
     files = (read_manifest(directory) or {}).get("files", {})
     sums = {file: of.get("sha256") for file, of in sorted(files.items())}
     return sums if all(isinstance(checksum, str) for checksum in sums.values()) else {}
@@ -280,36 +280,36 @@ def _checksums(directory: Path) -> dict[str, str]:
 def _weights_there(directory: Path) -> list[Path]:
     try:
         return headers.weight_files(directory)
-    except KvprobeError:  # whoever loads it is told
+    except KvprobeError:  # loading it will raise this
         return []
 
 
-def _found(directory: Path, name: str, source: str) -> Found:
+def _checkpoint(directory: Path, name: str, source: str) -> Checkpoint:
     try:
         str(directory.resolve()).encode()
     except UnicodeEncodeError:
         raise KvprobeError(
-            f"the path of {name!r} is not UTF-8: rename it, for no library reads weights there"
+            f"the path of {name!r} is not UTF-8: rename it, since no library reads weights there"
         ) from None
     if not (directory / "config.json").is_file():
         hub.refuse_adapter(name, directory)
-        raise KvprobeError(f"{name} is no model: the directory has no config.json")
-    return Found(directory=directory, name=name, source=source, revision=revision_of(directory))
+        raise KvprobeError(f"{name} is not a model: the directory has no config.json")
+    return Checkpoint(directory=directory, name=name, source=source, revision=revision_of(directory))
 
 
-def read_config(found: Found) -> dict[str, Any]:
-    """The configuration of what was found. Raises KvprobeError where it cannot be read."""
-    return read_object(found.directory / "config.json", f"the config.json of {found.name}")
+def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The configuration of a checkpoint. Raises KvprobeError if it cannot be read."""
+    return read_object(checkpoint.directory / "config.json", f"the config.json of {checkpoint.name}")
 
 
 def _here(name: str = "") -> str:
-    """What can be loaded instead of ``name``, as the end of a sentence."""
+    """What is available instead of ``name``, as the end of a sentence."""
     rows = [row for row in available() if row["kind"] == "model"]
     ready = [row["name"] for row in rows if row["state"] in ("pulled", "hub cache")]
     offered = [row["name"] for row in rows if row["state"] == "not pulled"]
     near = difflib.get_close_matches(name, ready + offered, n=1)
-    meant = f"did you mean {near[0]}? " if near else "gpt2 is what MODEL defaults to; " if name == "gpt2" else ""
-    can = f"{meant}here can be loaded: {', '.join(ready)}" if ready else f"{meant}no model is on this machine yet"
+    meant = f"did you mean {near[0]}? " if near else "MODEL defaults to gpt2; " if name == "gpt2" else ""
+    can = f"{meant}available here: {', '.join(ready)}" if ready else f"{meant}no model is on this machine yet"
     return can + (f"; `kvprobe pull NAME` fetches {' or '.join(offered)}" if offered else "")
 
 
@@ -318,7 +318,7 @@ def _size(directory: Path) -> int:
 
 
 def device_for(device: str | None) -> "torch.device":
-    """The torch device of that name, for None or ``auto`` the best here; KvprobeError where it cannot be used."""
+    """The torch device of that name, or the best here for None or ``auto``; KvprobeError if it cannot be used."""
     import torch
 
     if device in (None, "auto"):
@@ -330,12 +330,12 @@ def device_for(device: str | None) -> "torch.device":
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise KvprobeError(
-            f"the device {device!r} cannot be used here ({reason}); leave --device out, or say cpu"
+            f"the device {device!r} cannot be used here ({reason}); omit --device, or use cpu"
         ) from error
     return place
 
 
 def weights_bytes(files: list[Path], *, dtype: str) -> int:
-    """Bytes of all tensors of safetensors files once loaded at `dtype`, from the files' headers alone."""
+    """Bytes of all tensors of safetensors files when loaded at `dtype`, from the files' headers alone."""
     tensors = [tensor for path in files for tensor in headers.read_header(path, path.name).values()]
     return sum(tensor.n_elements for tensor in tensors) * DTYPE_BYTES[dtype]

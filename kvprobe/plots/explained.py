@@ -14,9 +14,9 @@ PALE = "#CFE3F1"
 
 
 def draw_steps(ax: Axes, *, cached: bool, tokens: tuple[str, ...] = TOKENS, n_steps: int = 3) -> Axes:
-    """The last ``n_steps`` steps over ``tokens``, one a row: whose key and value are computed, and whose are read.
+    """The last ``n_steps`` steps over ``tokens``, one a row: which keys and values are computed, and which are read.
 
-    A filled cell is computed in that step, a pale one read from the cache.
+    A filled box is computed in that step, a pale one is read from the cache.
     """
     n_tokens = len(tokens)
     for column, token in enumerate(tokens):
@@ -30,13 +30,13 @@ def draw_steps(ax: Axes, *, cached: bool, tokens: tuple[str, ...] = TOKENS, n_st
         _arrow(ax, (n_tokens + 0.6, top - 0.4), (newest + 1.05, top - 0.4))
         ax.text(n_tokens + 0.7, top - 0.4, f"query {newest + 1}", ha="left", va="center", fontsize=7, color=INK)
     ax.set(xlim=(-0.1, n_tokens + 2.1), ylim=(-0.1 - 1.15 * n_steps, 0.95))
-    ax.set_title("with a cache: one computed, the others read" if cached else "without: every step computes all again")
+    ax.set_title("with a cache: one computed, the others read" if cached else "without: every step recomputes all")
     ax.set_axis_off()
     return ax
 
 
 def draw_sharing(ax: Axes, *, n_heads: int, n_kv_heads: int) -> Axes:
-    """Query heads in a row above the KV heads that they read, with what a token then keeps in each layer."""
+    """Query heads in a row above the KV heads that they read, and how many vectors a token keeps in each layer."""
     group = n_heads // n_kv_heads
     for head in range(n_heads):
         _box(ax, head + 0.12, 1.6, 0.76, 0.7, "q", made=None)
@@ -63,7 +63,7 @@ def draw_sharing(ax: Axes, *, n_heads: int, n_kv_heads: int) -> Axes:
 
 
 def step_figure(*, width: float = TWO_COLUMNS) -> Figure:
-    """Both ways, without a cache first, and what the fills mean."""
+    """Both ways, first without a cache, and a legend of the fills."""
     with styled():
         fig, axes = panels(width, 1.9, 2)
         for ax, cached in zip(axes, (False, True), strict=True):
@@ -73,7 +73,7 @@ def step_figure(*, width: float = TWO_COLUMNS) -> Figure:
 
 
 def sharing_figure(*, n_heads: int = 8, n_kv_heads: tuple[int, ...] = (8, 2, 1), width: float = TWO_COLUMNS) -> Figure:
-    """The same query heads over ever fewer KV heads."""
+    """The same query heads over fewer and fewer KV heads."""
     with styled():
         fig, axes = panels(width, 1.5 if width <= ONE_COLUMN else 1.6, len(n_kv_heads))
         for ax, number in zip(axes, n_kv_heads, strict=True):
@@ -95,7 +95,7 @@ def _box(ax: Axes, x: float, y: float, width: float, height: float, text: str, *
             linestyle=(0, (2, 1)) if made is False else "-",
         )
     )
-    # black on pale whatever the page: the fill stays as it is there
+    # black on pale on any page, since the fill stays pale on a dark one
     colour = "white" if made else "black"
     ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=6, color=colour)
 

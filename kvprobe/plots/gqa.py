@@ -1,4 +1,4 @@
-"""What does a smaller cache cost? Loss against cache bytes a token, a point for each number of KV heads."""
+"""What does a smaller cache cost? Loss against cache bytes a token, one point for each number of KV heads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +21,10 @@ def draw(
     names: tuple[str, str] = ("mean over seeds", "95 % interval"),
     loss: str = "loss (nat per token)",
 ) -> Axes:
-    """Losses with their intervals, one for each number of KV heads, and beside them the ``cells``, one a seed.
+    """Losses with intervals, one for each number of KV heads, and beside them the ``cells``, one for each seed.
 
     ``rows`` need ``n_kv_heads``, ``cache_bytes_per_token``, ``mean``, ``low`` and ``high`` (None: no interval);
-    ``cells`` need ``cache_bytes_per_token`` and ``best_val_loss``. ``loss`` says which it is.
+    ``cells`` need ``cache_bytes_per_token`` and ``best_val_loss``. ``loss`` is the label of the loss axis.
     """
     rows = sorted(rows, key=lambda row: row["cache_bytes_per_token"])
     at = [row["cache_bytes_per_token"] for row in rows]
@@ -63,19 +63,19 @@ def draw(
 
 
 def draw_training(rows: Sequence[Row], run: dict[str, Any], ax: Axes) -> Axes:
-    """The trained cells ``rows`` and the summary in their record ``run``."""
+    """The trained cells ``rows``, and the summary in their record ``run``."""
     of = "character" if run["corpus_kind"] == "characters" else "token"
     seeds = {row["n_seeds"] for row in run["summary"]}
     few, many = min(seeds), max(seeds)
     mean = "one seed each" if many == 1 else f"mean over {few if few == many else f'{few} to {many}'} seeds"
-    # one seed has a point of its own already
+    # a single seed is already a point
     cells = rows if many > 1 else ()
     names = (mean, "95 % interval")
     return draw(run["summary"], ax, cells=cells, names=names, loss=f"best validation loss (nat per {of})")
 
 
 def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: bool = True) -> Figure:
-    """One panel of a result's rows: seeds and their means, or a pretrained model with its heads pooled."""
+    """One panel: seeds and their means, or a pretrained model with its heads pooled."""
     with styled():
         fig, (ax,) = panels(width, 3.0)
         if run["pool"]:
@@ -89,10 +89,11 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: b
 
 
 def _pooled(row: Row, first: Row) -> Row:
-    """A pooled row in the words of a summary: the interval is of the difference to the model as it is."""
+    """A pooled row with a summary's fields: the interval is of the difference from the model as it is."""
     low, high = (first["best_val_loss"] + row[end] for end in ("delta_low", "delta_high"))
-    alone = row is first
-    return row | {"mean": row["best_val_loss"], "low": None if alone else low, "high": None if alone else high}
+    if row is first:
+        low = high = None
+    return row | {"mean": row["best_val_loss"], "low": low, "high": high}
 
 
 def _heads(number: int) -> str:

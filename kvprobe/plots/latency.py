@@ -1,4 +1,4 @@
-"""What does a cache save, and what does a batch? Milliseconds a token by context, tokens/s by batch, and the roof."""
+"""What does a cache save, and what a batch? Milliseconds a token by context, tokens/s by batch, and the roofline."""
 
 from typing import Any
 
@@ -13,22 +13,22 @@ from kvprobe.results.result import Row
 
 
 def draw(rows: list[Row], ax: Axes) -> Axes:
-    """Milliseconds a token against context with quartiles, naive and cached, and the least that a cached one can take.
+    """Milliseconds a token against context with quartiles, naive and cached, and the cached step's lower bound.
 
     Rows of one batch; they need ``phase``, ``context``, ``ms_median``, ``ms_low``, ``ms_high``, ``ms_ceiling``.
     """
     for phase in ("naive", "cached"):
-        mine = sorted((row for row in rows if row["phase"] == phase), key=lambda row: row["context"])
-        if not mine:
+        points = sorted((row for row in rows if row["phase"] == phase), key=lambda row: row["context"])
+        if not points:
             continue
         colour, marker, dashes = roofline.LOOK[phase]
-        contexts, medians = [row["context"] for row in mine], [row["ms_median"] for row in mine]
+        contexts, medians = [row["context"] for row in points], [row["ms_median"] for row in points]
         ax.errorbar(
             contexts,
             medians,
             yerr=[
-                [row["ms_median"] - row["ms_low"] for row in mine],
-                [row["ms_high"] - row["ms_median"] for row in mine],
+                [row["ms_median"] - row["ms_low"] for row in points],
+                [row["ms_high"] - row["ms_median"] for row in points],
             ],
             color=colour,
             marker=marker,
@@ -40,27 +40,27 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
             label=phase,
         )
         if phase == "cached":
-            ceilings = [row["ms_ceiling"] for row in mine]
+            ceilings = [row["ms_ceiling"] for row in points]
             ax.plot(contexts, ceilings, color=colour, linewidth=1.4, linestyle=DOTS, label="cached, at the ceiling")
     ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms a step (median, quartiles)")
     _ticks(ax, [row["context"] for row in rows])
-    # what was measured first
+    # first what was measured, then the ceiling
     handles, labels = ax.get_legend_handles_labels()
     legend_above(ax, handles=sorted(handles, key=lambda handle: "ceiling" in labels[handles.index(handle)]))
     return ax
 
 
 def draw_batches(rows: list[Row], ax: Axes) -> Axes:
-    """Tokens/s of all rows of the batch against the batch, one line a context; dashed, the ceiling.
+    """Tokens/s of the whole batch against the batch size, one line a context; the ceiling is dotted.
 
     Rows of the cached phase: ``batch``, ``context``, ``tokens_per_s``, ``ceiling_tokens_per_s``.
     """
     for i, context in enumerate(sorted({row["context"] for row in rows})):
-        mine = sorted((row for row in rows if row["context"] == context), key=lambda row: row["batch"])
-        batches = [row["batch"] for row in mine]
+        points = sorted((row for row in rows if row["context"] == context), key=lambda row: row["batch"])
+        batches = [row["batch"] for row in points]
         looks = look(i)
-        ax.plot(batches, [row["tokens_per_s"] for row in mine], **looks, label=f"{context:,} tokens")
-        ceilings = [row["ceiling_tokens_per_s"] for row in mine]
+        ax.plot(batches, [row["tokens_per_s"] for row in points], **looks, label=f"{context:,} tokens")
+        ceilings = [row["ceiling_tokens_per_s"] for row in points]
         ax.plot(batches, ceilings, color=looks["color"], linewidth=1.4, linestyle=DOTS)
     ax.set(yscale="log", xlabel="batch (rows decoded at once)", ylabel="tokens/s")
     _ticks(ax, [row["batch"] for row in rows])
@@ -70,9 +70,9 @@ def draw_batches(rows: list[Row], ax: Axes) -> Axes:
 
 
 def figure(rows: list[Row], run: dict[str, Any], *, width: float | None = None, title: bool = True) -> Figure:
-    """Context, batch where there are several, and the roofline, side by side; stacked in one column.
+    """Context, batch if there are several, and the roofline, side by side; stacked in one column.
 
-    That the machine was busy stands above, with a title or without.
+    If the machine was busy, the heading says so, with or without a title.
     """
     rows = [roofline.with_rates(row) for row in rows if row["phase"] in roofline.LOOK]
     cached = [row for row in rows if row["phase"] == "cached"]
@@ -95,7 +95,7 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float | None = None, 
 
 
 def _ticks(ax: Axes, values: list[int]) -> None:
-    """The measured values across, and numbers that read as such upwards: 1, 2 and 5 of every power of ten."""
+    """Ticks: the measured values across, and plain numbers upwards, 1, 2 and 5 of every power of ten."""
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:,g}")
     ax.yaxis.set_minor_locator(NullLocator())

@@ -1,4 +1,4 @@
-"""How small may the rank be? Loss against rank with one line a basis, and energy against rank with one line a layer."""
+"""How small can the rank be? Loss against rank, one line a basis, and energy against rank, one line a layer."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ PARTS = {"kv": "keys and values", "k": "keys", "v": "values"}
 
 
 def draw_loss(rows: list[Row], ax: Axes, *, fitted: str = "later tokens of the same text") -> Axes:
-    """Loss against rank; the bars are the 95 % interval of the difference to the untruncated pass, the dotted line.
+    """Loss against rank, with 95 % intervals of the difference from the untruncated pass, which is the dotted line.
 
-    One line for each basis and allocation; rows of one passage, with ``rank``, ``loss``, ``delta``, ``delta_low``,
-    ``delta_high``, ``basis``, ``allocate``. ``fitted`` says what the basis ``heldout`` saw.
+    One line for each basis and allocation. Rows of one passage need ``rank``, ``loss``, ``delta``, ``delta_low``,
+    ``delta_high``, ``basis``, ``allocate``. ``fitted`` is what the basis ``heldout`` was fitted to.
     """
     names = BASES | {"heldout": f"heldout: {fitted}"}
     truncated = [row for row in rows if row["rank"] is not None]
@@ -31,17 +31,17 @@ def draw_loss(rows: list[Row], ax: Axes, *, fitted: str = "later tokens of the s
     ranks = sorted({row["rank"] for row in truncated})
     lines = list(dict.fromkeys((row["basis"], row["allocate"]) for row in truncated))
     for i, (basis, allocate) in enumerate(lines):
-        mine = sorted(
+        points = sorted(
             (row for row in truncated if (row["basis"], row["allocate"]) == (basis, allocate)),
             key=lambda row: row["rank"],
         )
         ax.errorbar(
             # side by side, so that intervals do not cover each other
-            [row["rank"] * (1 + 0.02 * (i - (len(lines) - 1) / 2)) for row in mine],
-            [row["loss"] for row in mine],
+            [row["rank"] * (1 + 0.02 * (i - (len(lines) - 1) / 2)) for row in points],
+            [row["loss"] for row in points],
             yerr=[
-                [row["delta"] - row["delta_low"] for row in mine],
-                [row["delta_high"] - row["delta"] for row in mine],
+                [row["delta"] - row["delta_low"] for row in points],
+                [row["delta_high"] - row["delta"] for row in points],
             ],
             **look(i),
             capsize=3,
@@ -49,11 +49,11 @@ def draw_loss(rows: list[Row], ax: Axes, *, fitted: str = "later tokens of the s
             label=str(names.get(basis, basis)) + (", rank by energy" if allocate == "energy" else ""),
         )
     ax.set_xscale("log")
-    # ranks too near each other to be named apart leave a tick alone
+    # of ranks too close to label, only the first has a label
     named = [rank for i, rank in enumerate(ranks) if i == 0 or rank >= 1.15 * ranks[i - 1]]
     ax.set_xticks(ranks, [f"{rank:,}" if rank in named else "" for rank in ranks])
     ax.xaxis.set_minor_locator(NullLocator())
-    # room beside a single rank, so that lines drawn side by side stay together
+    # room around a single rank, so that lines drawn side by side stay together
     ax.set(xlabel=f"rank (of {truncated[0]['width']:,})", xlim=(ranks[0] / 1.25, ranks[-1] * 1.25))
     ax.set_ylabel("loss (nat per token; bars: 95 %\nof the difference to not truncated)")
     legend_above(ax, narrow=1)
@@ -61,16 +61,16 @@ def draw_loss(rows: list[Row], ax: Axes, *, fitted: str = "later tokens of the s
 
 
 def draw_energy(rows: list[Row], ax: Axes) -> Axes:
-    """Energy kept against rank, one line a layer, darker for earlier ones; rows of one stage: ``layer``, ``rank``,
+    """Energy kept against rank, one line a layer, darker for earlier ones; rows of one stage need ``layer``, ``rank``,
     ``energy``.
     """
     layers = sorted({row["layer"] for row in rows})
     colours = mpl.colormaps[HEAT].resampled(len(layers))
     for i, layer in enumerate(layers):
-        mine = sorted((row for row in rows if row["layer"] == layer), key=lambda row: row["rank"])
+        points = sorted((row for row in rows if row["layer"] == layer), key=lambda row: row["rank"])
         ax.plot(
-            [row["rank"] for row in mine],
-            [row["energy"] for row in mine],
+            [row["rank"] for row in points],
+            [row["energy"] for row in points],
             color=colours(i),
             linewidth=1,
             label=f"layer {layer}",
@@ -95,7 +95,7 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: b
 
 
 def spectrum_figure(rows: list[Row], run: dict[str, Any]) -> Figure:
-    """One panel of energies a stage, before RoPE first, with one colour bar for the layers."""
+    """One panel of energies a stage, first before RoPE, with one colour bar for the layers."""
     stages = sorted({row["stage"] for row in rows}, key=list(STAGES).index)
     layers = sorted({row["layer"] for row in rows})
     with styled():

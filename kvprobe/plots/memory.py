@@ -1,4 +1,4 @@
-"""Does a cache hold what its formula says? Bytes of each kind, what views pin among them, and the formula."""
+"""Does a cache hold what its formula says? Bytes of each kind of cache, the part pinned by views, and the formula."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def draw(rows: list[Row], ax: Axes) -> Axes:
-    """One bar a cache in MiB, the part that views pin at its end, and a mark where the formula is; rows of one context.
+    """One bar a cache in MiB, its end the part pinned by views, and a mark at the formula; rows of one context.
 
     Rows need ``cache``, ``formula_bytes``, ``measured_bytes``, ``pinned_bytes``.
     """
@@ -34,15 +34,15 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
 
 
 def draw_growth(rows: list[Row], ax: Axes) -> Axes:
-    """Bytes held in MiB against context, a line a kind of cache, and the formula of the full one dotted below it.
+    """Bytes held in MiB against context, one line a kind of cache, and the full cache's formula as a dotted line.
 
     Rows need ``cache``, ``context``, ``formula_bytes``, ``measured_bytes``.
     """
     for i, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
-        mine = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
+        points = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
         ax.plot(
-            [row["context"] for row in mine],
-            [row["measured_bytes"] / MIB for row in mine],
+            [row["context"] for row in points],
+            [row["measured_bytes"] / MIB for row in points],
             **look(i) | {"markersize": 7 - i, "markerfacecolor": "none"},
             label=cache,
         )

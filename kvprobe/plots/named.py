@@ -1,4 +1,4 @@
-"""Which picture belongs to which analysis? One function of a result for each name."""
+"""Which picture belongs to which analysis? One function for each name."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,10 +10,9 @@ if TYPE_CHECKING:
 
 
 def figure_of(result: Result) -> "Figure":
-    """The picture of ``result``'s rows; ValueError for an analysis that has none."""
+    """The picture of ``result``. Raises ValueError for an analysis without one."""
     if result.analysis not in FIGURES:
-        known = ", ".join(FIGURES)
-        raise ValueError(f"no picture belongs to the analysis {result.analysis!r}: there are pictures of {known}")
+        raise ValueError(f"the analysis {result.analysis!r} has no picture: pictures exist of {', '.join(FIGURES)}")
     return FIGURES[result.analysis](result)
 
 
@@ -21,7 +20,7 @@ def _sinks(result: Result) -> "Figure":
     from kvprobe.plots import sinks
 
     if "head_mass" not in result.rows[0]:
-        raise ValueError("a row a head is no picture by layer: plot the result with a row a layer")
+        raise ValueError("this result has one row a head: plot one with a row a layer")
     return sinks.figure(result.rows, result.run)
 
 
@@ -34,7 +33,7 @@ def _lowrank(result: Result) -> "Figure":
 
 
 def pooled(rows: list[Row]) -> list[Row]:
-    """Of rows of several passages those of all passages together; any others as they are."""
+    """Of several passages, only the rows of all passages together; other rows unchanged."""
     return [row for row in rows if row.get("passage") == "all"] or rows
 
 
@@ -42,7 +41,7 @@ def _window(result: Result) -> "Figure":
     from kvprobe.plots import window
 
     if result.run.get("stream"):
-        raise ValueError("a streamed window has no picture: there is no untouched pass to compare with")
+        raise ValueError("a streamed window has no picture: there is no full pass to compare with")
     return window.figure(result.rows, result.run)
 
 

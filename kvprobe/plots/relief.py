@@ -11,21 +11,21 @@ from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, panels, styled, titled
 from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Amount
 
-# what is drawn as one kind of mark, by kind and basis: what it is called, and what its marks are numbered with
+# by kind and basis: the label of one kind of mark, and the field that its marks are numbered with
 SERIES: dict[tuple[str, str | None], tuple[str, str | None]] = {
     ("model", None): ("as it is", None),
-    ("window", None): ("window of so many tokens + sinks", "window"),
+    ("window", None): ("window of that many tokens, and sinks", "window"),
     ("latent", "oracle"): ("rank, basis of the scored tokens", "rank"),
     ("latent", "prefix"): ("rank, basis of tokens before them", "rank"),
-    ("latent", "heldout"): ("rank, basis of later tokens of the same text", "rank"),
-    ("bits", None): ("so many bits", "bits"),
+    ("latent", "heldout"): ("rank, basis of later tokens", "rank"),
+    ("bits", None): ("stored in 8 or 4 bits", "bits"),
 }
-# where its number stands, each kind on a side of its own: over the interval, right of the mark, under the interval
+# where the number is, on a different side for each kind: above the interval, right of the mark, below the interval
 SIDES = {"window": (0, 2, "center", "bottom"), "latent": (5, 0, "left", "center"), "bits": (0, -3, "center", "top")}
 
 
 def draw(rows: list[Row], ax: Axes) -> Axes:
-    """One mark a lever with the 95 % interval of its loss, and the front: what no other row beats in both.
+    """One mark a lever with the 95 % interval of its loss, and the front of rows that no other beats in both.
 
     Rows need ``lever``, ``kind``, ``basis``, ``bytes_per_token``, ``loss``, ``delta``, ``delta_low``, ``delta_high``,
     ``on_front``, and the number of each kind of lever: ``window``, ``rank``, ``bits``.
@@ -33,19 +33,19 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
     now = next(row for row in rows if row["kind"] == "model")
     ax.axhline(now["loss"], color=INK, linewidth=1, linestyle=DOTS, label="loss as it is", zorder=1)
     for kind, basis in dict.fromkeys((row["kind"], row["basis"]) for row in rows):
-        mine = [row for row in rows if (row["kind"], row["basis"]) == (kind, basis)]
+        points = [row for row in rows if (row["kind"], row["basis"]) == (kind, basis)]
         colour, marker, _ = LOOK[kind]
         name, number = SERIES[kind, basis]
         ax.errorbar(
-            [row["bytes_per_token"] for row in mine],
-            [row["loss"] for row in mine],
+            [row["bytes_per_token"] for row in points],
+            [row["loss"] for row in points],
             yerr=[
-                [row["delta"] - row["delta_low"] for row in mine],
-                [row["delta_high"] - row["delta"] for row in mine],
+                [row["delta"] - row["delta_low"] for row in points],
+                [row["delta_high"] - row["delta"] for row in points],
             ],
             color=colour,
             marker=marker,
-            # open where the basis saw what it is scored on
+            # open if the basis was fitted to the scored tokens
             markerfacecolor="none" if basis == "oracle" else colour,
             markersize=5,
             linestyle="none",
@@ -57,7 +57,7 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
             continue
         right, up, side, level = SIDES[kind]
         end = {"bottom": "delta_high", "center": "delta", "top": "delta_low"}[level]
-        for row in mine:
+        for row in points:
             ax.annotate(
                 f"{row[number]:,}",
                 (row["bytes_per_token"], row["loss"] - row["delta"] + row[end]),
@@ -67,7 +67,7 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
                 va=level,
                 fontsize=6,
                 color=INK,
-                # the dotted line does not run through a number
+                # keep the dotted line out of the number
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
             )
     front = sorted((row for row in rows if row["on_front"]), key=lambda row: row["bytes_per_token"])
@@ -92,7 +92,7 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
 
 
 def figure(rows: list[Row], run: dict[str, Any], *, width: float = TWO_COLUMNS, title: bool = True) -> Figure:
-    """One panel, its legend below it."""
+    """One panel with its legend below."""
     with styled():
         fig, (ax,) = panels(width, 3.6 if width >= TWO_COLUMNS else 3.9)
         draw(rows, ax)

@@ -1,4 +1,4 @@
-"""Which limit does each phase run into, and how near is it? FLOP/s against arithmetic intensity, under the roof."""
+"""Which limit does each phase run into, and how close is it? FLOP/s against arithmetic intensity, under the roof."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ LOOK = {
 def draw(rows: list[Row], ax: Axes, *, bandwidth: float, matrix_rate: float) -> Axes:
     """One mark a row under the measured roof: the slope is ``bandwidth`` (bytes/s), the flat part ``matrix_rate``.
 
-    Rows need ``phase``, ``intensity`` (FLOPs a byte), ``flops_per_s``; both rates of the roof are those of one run.
+    Rows need ``phase``, ``intensity`` (FLOPs a byte), ``flops_per_s``; the roof's two rates come from one run.
     """
     ridge, giga = matrix_rate / bandwidth, 1e9
     reach = [row["intensity"] for row in rows] + [ridge]
@@ -42,11 +42,11 @@ def draw(rows: list[Row], ax: Axes, *, bandwidth: float, matrix_rate: float) -> 
         color=INK,
     )
     for phase, (colour, marker, _) in LOOK.items():
-        mine = [row for row in rows if row["phase"] == phase]
-        if mine:
+        points = [row for row in rows if row["phase"] == phase]
+        if points:
             ax.plot(
-                [row["intensity"] for row in mine],
-                [row["flops_per_s"] / giga for row in mine],
+                [row["intensity"] for row in points],
+                [row["flops_per_s"] / giga for row in points],
                 color=colour,
                 marker=marker,
                 markersize=5,
@@ -61,7 +61,7 @@ def draw(rows: list[Row], ax: Axes, *, bandwidth: float, matrix_rate: float) -> 
 
 
 def with_rates(row: Row) -> Row:
-    """``row`` with the same numbers in the units that are drawn: ``flops_per_s``, and ``ms_ceiling`` a run."""
+    """``row`` with the numbers that are drawn: ``flops_per_s``, and ``ms_ceiling`` of one run."""
     seconds = row["ms_median"] / 1e3
     return row | {
         "flops_per_s": row["flops"] / seconds,
@@ -70,7 +70,7 @@ def with_rates(row: Row) -> Row:
 
 
 def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: bool = True) -> Figure:
-    """One panel of a result's rows under the ceilings in its record; that the machine was busy stands above."""
+    """One panel of a result's rows under the ceilings in its record; the heading says if the machine was busy."""
     with styled():
         fig, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 2.8)
         roof = {"bandwidth": run["bandwidth_bytes_per_s"], "matrix_rate": run["matrix_flops_per_s"]}

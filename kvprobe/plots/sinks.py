@@ -10,15 +10,15 @@ from matplotlib.ticker import MaxNLocator
 from kvprobe.plots.style import COLOURS, HEAT, INK, TWO_COLUMNS, legend_above, panels, styled, titled
 from kvprobe.results.result import Row
 
-# beyond so many cells a vector file holds the map as one bitmap: a path a cell would be megabytes
+# a larger map is one bitmap in a vector file: a path for each cell would be megabytes
 VECTOR_CELLS = 2000
 
 
 def draw_layers(rows: list[Row], ax: Axes) -> Axes:
-    """Mean mass per layer as bars, the uniform reference as a line; rows need ``layer``, ``mass``, ``uniform``."""
+    """Mean mass by layer as bars, the uniform reference as a line; rows need ``layer``, ``mass``, ``uniform``."""
     layers = [row["layer"] for row in rows]
     bars = ax.bar(layers, [row["mass"] for row in rows], color=COLOURS[0], width=0.8, label="attention on token 0")
-    # a step as wide as its bar: the reference can differ by layer where layers are local
+    # a step as wide as its bar: local layers have another reference
     (line,) = ax.step(
         layers, [row["uniform"] for row in rows], where="mid", color=COLOURS[5], linewidth=1.6, label="spread evenly"
     )
@@ -54,7 +54,7 @@ def draw_heads(rows: list[Row], ax: Axes) -> Axes:
 
 
 def figure(rows: list[Row], run: dict[str, Any], *, width: float = TWO_COLUMNS, title: bool = True) -> Figure:
-    """Both panels: beside each other in two columns, stacked in one."""
+    """Both panels, side by side in two columns and stacked in one."""
     with styled():
         fig, (first, second) = panels(width, 2.9, 2, ratios=(3, 2))
         draw_layers(rows, first)

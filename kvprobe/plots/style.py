@@ -1,4 +1,4 @@
-"""What do all pictures share? Sizes, looks that survive colour-blindness and grey print, and a figure to draw in."""
+"""What do all pictures share? Sizes, colours that survive colour-blindness and grey print, and a figure to draw in."""
 
 import re
 import textwrap
@@ -17,10 +17,10 @@ from kvprobe.results.visible import visible
 # Okabe and Ito (2008), in an order whose neighbours also differ in lightness
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-# lines differ in their dashes too; dots alone are left to what is no measurement (references, ceilings)
+# lines differ in their dashes too; dots are for references and ceilings, which are not measurements
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (2.5, 1.2)), (0, (8, 2)), (0, (4, 1, 1, 1)))
 DOTS = (0, (1, 1.6))
-# the one colour of text and axes, so that a picture can be turned for a dark page by changing it alone
+# the one colour of text and axes: a picture is made fit for a dark page by replacing it
 INK = "#333333"
 # monotone in lightness, readable under every common colour-blindness
 HEAT = "cividis"
@@ -42,13 +42,13 @@ def look(index: int) -> dict[str, Any]:
 
 
 class Drawn(Figure):
-    """A figure that a notebook shows by itself, whether or not anything there has set matplotlib up.
+    """A figure that a notebook shows by itself, whether or not matplotlib was set up there.
 
-    No name in it is read as mathematics, and what cannot be seen in a name is made visible, as SVG demands.
+    No name in it is read as mathematics, and a name's invisible characters are made visible, as SVG demands.
     """
 
     def draw(self, renderer: Any) -> None:
-        """Draw all, its texts as they are."""
+        """Draw everything, with texts taken literally."""
         for ax in self.axes:
             for axis in (ax.xaxis, ax.yaxis):
                 labels = [label.get_text() for label in axis.get_ticklabels()]
@@ -69,7 +69,7 @@ class Drawn(Figure):
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Settings for one figure, undone afterwards; nothing global changes."""
+    """Settings for one figure, undone afterwards."""
     with mpl.rc_context(
         {
             "text.color": INK,
@@ -95,9 +95,9 @@ def styled() -> Iterator[None]:
 
 
 def panels(width: float, height: float, n: int = 1, **settings: Any) -> tuple[Figure, list[Axes]]:
-    """A figure ``width`` inches wide with ``n`` panels of ``height``: beside each other in two columns, else stacked.
+    """A figure ``width`` inches wide with ``n`` panels of ``height``: side by side in two columns, else stacked.
 
-    ``settings`` are those of ``Figure.subplots``; ratios are given as ``ratios``, whichever way the panels stand.
+    ``settings`` are those of ``Figure.subplots``; ``ratios`` are of widths, and ignored if the panels are stacked.
     """
     beside = width > 1.4 * ONE_COLUMN
     ratios = settings.pop("ratios", None)
@@ -109,7 +109,7 @@ def panels(width: float, height: float, n: int = 1, **settings: Any) -> tuple[Fi
 
 
 def legend_above(ax: Axes, *, ncols: int = 2, narrow: int = 2, handles: Sequence[Any] | None = None) -> None:
-    """The legend over the axes, in ``narrow`` columns where the figure is: inside, data may lie anywhere."""
+    """Put the legend above the axes, in ``narrow`` columns in a narrow figure: inside, data may be anywhere."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     ax.legend(
@@ -123,7 +123,7 @@ def legend_above(ax: Axes, *, ncols: int = 2, narrow: int = 2, handles: Sequence
 
 
 def titled(figure: Figure, text: str) -> Figure:
-    """``figure`` with ``text``, if any, above it, broken to its width; a name is never read as mathematics."""
+    """``figure`` with ``text``, if any, as its title, wrapped to its width and never read as mathematics."""
     if not text:
         return figure
     # a character of 8 points takes a little over 0.06 inches

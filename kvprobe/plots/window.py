@@ -1,4 +1,4 @@
-"""How much does a bounded cache lose? The loss beyond the untouched pass for every window and number of sinks."""
+"""How much does a bounded cache lose? The loss beyond the full pass for every window and number of sinks."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ CHOICES = {"first": "the first tokens", "bos": "BOS", "random": "tokens at rando
 
 
 def draw(rows: list[Row], ax: Axes) -> Axes:
-    """Points with 95 % intervals: windows across and a line per number of sinks, or sinks across for one window.
+    """Points with 95 % intervals: windows across and one line a number of sinks, or sinks across for one window.
 
-    Rows need ``window``, ``n_sink``, ``delta``, ``delta_low``, ``delta_high``; with several ``sink_choice`` a line
-    each, all from the row without sinks. The full pass is the line at zero, and a second where it stands without its
+    Rows need ``window``, ``n_sink``, ``delta``, ``delta_low``, ``delta_high``; with several ``sink_choice``, each has a
+    line that starts at the row without sinks. The full pass is the line at zero, and a second line shows it without its
     learned sink logits.
     """
     cells = [row for row in rows if row["window"] is not None]
@@ -25,25 +25,25 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
     choices: list[Any] = list(dict.fromkeys(row.get("sink_choice") for row in cells if row["n_sink"])) or [None]
     groups = [(group, choice) for group in sorted({row[series] for row in cells}) for choice in choices]
     if several:
-        # no sinks are no choice of them
+        # without sinks there is nothing to choose
         groups = [(group, choice) for group, choice in groups if group or choice == choices[0]]
     ax.axhline(0, color=INK, linewidth=1, linestyle=DOTS, label="full context")
     for row in rows:
         if row["window"] is None and row.get("sink_logits_dropped"):
             ax.axhline(row["delta"], color=INK, linewidth=1, linestyle="-.", label="full context, sink logits dropped")
     for i, (group, choice) in enumerate(groups):
-        mine = sorted(
+        points = sorted(
             (row for row in cells if row[series] == group and (not row["n_sink"] or row.get("sink_choice") == choice)),
             key=lambda row: row[across],
         )
         # side by side, so that intervals do not cover each other
-        places = [ticks.index(row[across]) + 0.12 * (i - (len(groups) - 1) / 2) for row in mine]
-        below = [row["delta"] - row["delta_low"] for row in mine]
-        above = [row["delta_high"] - row["delta"] for row in mine]
+        places = [ticks.index(row[across]) + 0.12 * (i - (len(groups) - 1) / 2) for row in points]
+        below = [row["delta"] - row["delta_low"] for row in points]
+        above = [row["delta_high"] - row["delta"] for row in points]
         name = _sinks(group) if several else CHOICES[choice] if len(choices) > 1 else f"window {group:,}"
         name += f", {CHOICES[choice]}" if several and group and len(choices) > 1 else ""
         ax.errorbar(
-            places, [row["delta"] for row in mine], yerr=[below, above], **look(i), capsize=3, elinewidth=1, label=name
+            places, [row["delta"] for row in points], [below, above], **look(i), capsize=3, elinewidth=1, label=name
         )
     ax.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     ax.set(
@@ -56,7 +56,7 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
 
 
 def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: bool = True) -> Figure:
-    """One panel, as wide as it needs to be readable beside text."""
+    """One panel, wide enough to be readable beside text."""
     with styled():
         fig, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 3.0)
         draw(rows, ax)

@@ -1,1 +1,1 @@
-"""What is to be said of one model? A page that needs no other file."""
+"""What is there to say about one model? A page that needs no other file."""

@@ -1,7 +1,7 @@
-"""How does a report become one file that needs no other? HTML with its style, tables and pictures inside, all escaped.
+"""How does a report become one self-contained file? HTML with its style, tables and pictures inside, all escaped.
 
-Nothing here knows a model: sections come in as words, rows and figures. A page runs no script and fetches nothing, and
-its own policy forbids both as well.
+Nothing here knows a model: sections are words, rows and figures. A page runs no script and fetches nothing, and its
+content policy forbids both.
 """
 
 import base64
@@ -16,17 +16,16 @@ from kvprobe.results.result import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# what the ink of a picture becomes on a dark page
+# the ink of a picture on a dark page
 DARK_INK = "#d4d7db"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One section: what was found, or ``refused``, why nothing was.
+    """One section: what was found, or in ``refused`` the reason why nothing was.
 
-    ``pictures`` are the same figure as a wide and a narrow page have room for. ``foot`` is a row over all others, and
-    ``warnings`` are sentences below the table.
-    ``record`` is the run's; it stands at the end of the page.
+    ``pictures`` are the same figure for a wide and a narrow page. ``foot`` is a row that sums up the others, and
+    ``warnings`` are sentences below the table. ``record`` is the run's; it goes to the end of the page.
     """
 
     anchor: str
@@ -68,7 +67,7 @@ def document(title: str, lead: str, sections: Sequence[Section]) -> bytes:
 
 
 def svg(figure: "Figure") -> str:
-    """A figure as an SVG document that needs no font and no background; the same figure always gives the same text."""
+    """A figure as an SVG document without fonts or background; the same figure always gives the same text."""
     import matplotlib as mpl
 
     text = io.StringIO()
@@ -78,14 +77,14 @@ def svg(figure: "Figure") -> str:
 
 
 def darkened(picture: str) -> str:
-    """The same SVG with its ink as light as a dark page needs."""
+    """The same SVG with ink light enough for a dark page."""
     from kvprobe.plots.style import INK
 
     return picture.replace(INK, DARK_INK)
 
 
 def _images(section: Section) -> dict[str, str]:
-    """The pictures of a section by the class of page that shows each, as addresses that hold them."""
+    """The pictures of a section as data URIs, by the class of page that shows each."""
     wide, narrow = map(svg, section.pictures or ())
     shown = {"wide": wide, "wide dark": darkened(wide), "narrow": narrow, "narrow dark": darkened(narrow)}
     return {

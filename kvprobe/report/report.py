@@ -1,6 +1,6 @@
-"""What is to be said of one model? Its shape, bill, sinks, window, rank and speed, on a page that needs no other file.
+"""What is there to say about one model? Shape, bill, sinks, window, rank and speed, on one self-contained page.
 
-The model is loaded once. A section that the family refuses says why, and the others go on.
+The model is loaded once. A section that its family does not allow says why, and the others follow.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,10 @@ from kvprobe.files.store import check_writable, disk_error
 from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
 from kvprobe.report.page import Section, document
+from kvprobe.results import phrases
 from kvprobe.results.html import Column, plain
-from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount
-from kvprobe.text.passages import Bos
+from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
+from kvprobe.text.passages import Bos, notices
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
     from kvprobe.models.subject import Subject
 
 DEFAULT_TOKENS = 1024
-INSTEAD = "write the page to another place"
-# of the passage: windows, and contexts that are timed
+HINT = "write the page to another place"
+# windows and timed contexts, as parts of the passage
 WINDOW_PARTS = (16, 8, 4, 2)
 CONTEXT_PARTS = (8, 2, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a page measures: the passage, and how long each row of the speed section may take."""
+class ReportConfig:
+    """What a page measures: a passage, and how many seconds each row of the speed section may take."""
 
     text: str = "bundled"
     tokens: int | None = None
@@ -43,18 +44,18 @@ class Plan:
     seconds: float = 1.0
 
 
-def write(model: str, out: str | Path, plan: Plan | None = None, *, progress: Progress = silent) -> list[str]:
-    """Write the page on ``model`` to ``out``, whole or not at all; returns the headings of the sections refused.
+def write(model: str, out: str | Path, config: ReportConfig | None = None, *, progress: Progress = silent) -> list[str]:
+    """Write the page about ``model`` to ``out``, whole or not at all; returns the headings of refused sections.
 
-    ``tokens`` None are 1,024, or all positions of a model that has fewer. Raises KvprobeError for a model or text that
-    cannot be had and where nothing can be written, before anything is measured: then, as after a kill or on a full
-    disk, ``out`` is as it was.
+    ``tokens`` None means 1,024, or all positions of a model that has fewer. Raises KvprobeError, before anything is
+    measured, for a model or text that cannot be loaded and if ``out`` cannot be written. Then, as after a kill or on a
+    full disk, ``out`` is as it was.
     """
     out = Path(out)
     if not out.exists() or out.is_file():
         # a device is written into
-        check_writable(out.resolve(), instead=INSTEAD)
-    sections = measure(model, plan or Plan(), progress=progress)
+        check_writable(out.resolve(), hint=HINT)
+    sections = measure(model, config or ReportConfig(), progress=progress)
     # a refused section has no record
     shape = next((section for section in sections if section.record), None)
     if shape is None:
@@ -68,57 +69,53 @@ def write(model: str, out: str | Path, plan: Plan | None = None, *, progress: Pr
     try:
         write_whole(out, document(title, lead, sections))
     except OSError as error:
-        raise disk_error(error, out, instead=INSTEAD) from error
+        raise disk_error(error, out, hint=HINT) from error
     return [section.heading for section in sections if section.refused is not None]
 
 
-def measure(model: str, plan: Plan, *, progress: Progress = silent) -> list[Section]:
+def measure(model: str, config: ReportConfig, *, progress: Progress = silent) -> list[Section]:
     """All sections of the page, in order. Raises as :func:`write`."""
     from kvprobe.models import loading
     from kvprobe.models.subject import prepare
 
-    tokens = plan.tokens
+    tokens = config.tokens
     if tokens is None:
         limit = loading.load_spec(model, progress=progress).max_positions
         tokens = DEFAULT_TOKENS if limit is None else min(DEFAULT_TOKENS, limit)
-    subject = prepare(
-        model, text=plan.text, tokens=tokens, bos=plan.bos, dtype=plan.dtype, device=plan.device, progress=progress
-    )
+    given: dict[str, Any] = {name: getattr(config, name) for name in ("text", "bos", "dtype", "device")}
+    subject = prepare(model, tokens=tokens, **given, progress=progress)
     sections = []
     for done, (anchor, heading, section) in enumerate(SECTIONS):
         progress("report", done, len(SECTIONS), "sections")
-        found = _or_why(section, subject, plan, progress)
-        sections.append(Section(anchor=anchor, heading=heading, **found))
+        content = _or_why(section, subject, config, progress)
+        sections.append(Section(anchor=anchor, heading=heading, **content))
     progress("report", len(SECTIONS), len(SECTIONS), "sections")
     return sections
 
 
-def _or_why(section: "Measured", subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
-    """What the section found, or the reason why it found nothing."""
+def _or_why(section: "Measured", subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
+    """What the section found, or why it was refused."""
     try:
-        return section(subject, plan, progress)
+        return section(subject, config, progress)
     except (KvprobeError, ValueError, MemoryError) as error:
         return {"refused": str(error) or type(error).__name__}
     except RuntimeError as error:
-        # torch has no type of its own for a processor's memory
+        # torch has no error type for a CPU out of memory
         if "allocate memory" not in str(error) and "out of memory" not in str(error).lower():
             raise
         return {"refused": f"out of memory: {str(error).splitlines()[0]}"}
 
 
-def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
-    from kvprobe.results.phrases import bos_of
+def _shape(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.results.record import run_record
-    from kvprobe.shape.cache_bytes import describe
-    from kvprobe.text.passages import notices
 
     spec, loaded = subject.loaded.spec, subject.loaded
     count = None if spec.n_parameters is None else f"{spec.n_parameters:,}"
-    weights = None if spec.n_parameters is None else str(Amount(spec.n_parameters * DTYPE_BYTES[plan.dtype]))
+    weights = None if spec.n_parameters is None else str(Amount(spec.n_parameters * DTYPE_BYTES[config.dtype]))
     entries = {
         "family": spec.family,
         "parameters": count,
-        f"weights in {plan.dtype}": weights,
+        f"weights in {config.dtype}": weights,
         "layers": spec.n_layers,
         "query heads": spec.n_heads,
         "KV heads": spec.n_kv_heads,
@@ -129,21 +126,21 @@ def _shape(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
         "position encoding": spec.position + (f", θ = {spec.rope_theta:,g}" if spec.rope_theta else ""),
     }
     passage = subject.passage
-    record = run_record(subject.record(), seed=plan.seed)
+    record = run_record(subject.record(), seed=config.seed)
     return {
         "sentences": [
             f"{loaded.name} keeps {describe(spec)}.",
-            f"Everything below that reads text read {passage.n_tokens:,} tokens of {passage.name} ({bos_of(record)}).",
+            f"Sections that read text read {passage.n_tokens:,} tokens of {passage.name} ({phrases.bos_of(record)}).",
             *(f"{said}." for said in notices(passage)),
         ],
         "columns": [Column("property", "property"), Column("value", "value")],
-        # one kind a column: these values are words and numbers
+        # as texts, since this column mixes words and numbers
         "rows": [{"property": name, "value": plain(value)} for name, value in entries.items()],
         "record": record,
     }
 
 
-def _bill(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _bill(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import cache
     from kvprobe.plots.cache import figure
     from kvprobe.shape.levers import growth as growth_of
@@ -157,8 +154,7 @@ def _bill(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     return {
         "sentences": [
             f"{cache.sentence(result)}.",
-            "A bill is arithmetic on the model's shape: what a lever costs in loss stands in the sections below, for "
-            "those that are measured there.",
+            "A bill is arithmetic on the model's shape; the sections below measure what some of the levers cost.",
         ],
         "pictures": _both(lambda width: figure(growth, rows, result.run, width=width, title=False)),
         "caption": f"The cache by context, and what each lever leaves of it at {longest:,} tokens.",
@@ -175,29 +171,29 @@ def _bill(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _sinks(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _sinks(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import sinks
     from kvprobe.plots.sinks import figure
 
     queries_from = min(64, subject.passage.n_tokens // 2)
-    result = sinks.run(subject, queries_from=queries_from, seed=plan.seed, progress=progress)
+    result = sinks.run(subject, queries_from=queries_from, seed=config.seed, progress=progress)
     columns = [
         Column("layer", "layer"),
-        Column("mass", "mass on token 0", _three),
-        Column("uniform", "if spread evenly", _three),
+        Column("mass", "mass on token 0", _thousandths),
+        Column("uniform", "if spread evenly", _thousandths),
         Column("sink_rate", f"heads above {result.run['epsilon']:g}", _percent),
         Column("top_position", "heaviest position"),
         Column("top_token", "its token"),
-        Column("top_mass", "its mass", _three),
+        Column("top_mass", "its mass", _thousandths),
         Column("window", "own window"),
     ]
-    # a column of dashes says nothing
+    # a column of dashes tells nothing
     columns = [column for column in columns if any(row[column.field] is not None for row in result.rows)]
     foot = dict.fromkeys(result.rows[0]) | {"layer": "all", **{k: result.run[k] for k in ("mass", "sink_rate")}}
     return {
         "sentences": [f"{sinks.sentence(result)}."],
         "pictures": _both(lambda width: figure(result.rows, result.run, width=width, title=False)),
-        "caption": "Attention on token 0 by layer, beside what it would be if spread evenly, and by layer and head.",
+        "caption": "Attention on token 0 by layer, with what it would be if spread evenly, and by layer and head.",
         "columns": columns,
         "rows": result.rows,
         "foot": foot,
@@ -205,12 +201,12 @@ def _sinks(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
     }
 
 
-def _window(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _window(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import window
     from kvprobe.plots.window import figure
 
     windows = [max(1, subject.passage.n_tokens // part) for part in WINDOW_PARTS]
-    result = window.run(subject, windows=[*dict.fromkeys(windows)], seed=plan.seed, progress=progress)
+    result = window.run(subject, windows=[*dict.fromkeys(windows)], seed=config.seed, progress=progress)
     return {
         "sentences": [f"{window.sentence(result)}."],
         "pictures": _both(lambda width: figure(result.rows, result.run, width=width, title=False), wide=5.5),
@@ -226,15 +222,14 @@ def _window(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any
     }
 
 
-def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _rank(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import lowrank
     from kvprobe.plots.lowrank import figure
-    from kvprobe.results.phrases import fitted_to
     from kvprobe.text.texts import read_text
 
-    results = [lowrank.run(subject, seed=plan.seed, progress=progress)]
+    results = [lowrank.run(subject, seed=config.seed, progress=progress)]
     notes = []
-    settings: dict[str, Any] = {"ranks": results[0].run["ranks"], "basis": "heldout", "seed": plan.seed}
+    settings: dict[str, Any] = {"ranks": results[0].run["ranks"], "basis": "heldout", "seed": config.seed}
     other = read_text("manual" if subject.text.name != "manual" else "bundled")
     for fit_text, what in ((None, "later tokens of the same text"), (other, f"another text ({other.name})")):
         try:
@@ -243,7 +238,9 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
             notes.append(f"Not measured with a basis of {what}: {error}.")
     said = {"oracle": "oracle", "heldout": "heldout: {}"}
     rows = [
-        row | {"basis": said[row["basis"]].format(fitted_to(result.run))} for result in results for row in result.rows
+        row | {"basis": said[row["basis"]].format(phrases.fitted_to(result.run))}
+        for result in results
+        for row in result.rows
     ]
     of_basis = {name: [result.run[name] for result in results] for name in ("basis", "fit_text", "n_fitted")}
     return {
@@ -264,13 +261,12 @@ def _rank(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]:
+def _speed(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     from kvprobe.experiments import latency
     from kvprobe.plots.latency import figure
-    from kvprobe.results import phrases
 
     contexts = [*dict.fromkeys(max(2, subject.passage.n_tokens // part) for part in CONTEXT_PARTS)]
-    settings: dict[str, Any] = {"contexts": contexts, "seconds": plan.seconds, "seed": plan.seed}
+    settings: dict[str, Any] = {"contexts": contexts, "seconds": config.seconds, "seed": config.seed}
     result = latency.run(subject.loaded, **settings, progress=progress)
     run = result.run
     said = latency.sentence(result)
@@ -284,17 +280,17 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
         ],
         "pictures": _both(lambda width: figure(result.rows, run, width=width, title=False)),
         "caption": phrases.said(
-            "Milliseconds a token by context, with a cache and without, and both under the machine's own roof", run
+            "Milliseconds a token by context, with and without a cache, and both under the machine's own roofline", run
         )
         + ".",
         "columns": [
             Column("phase", "phase"),
             Column("context", "context (tokens)"),
-            Column("ms_median", "ms, median", _one),
-            Column("ms_low", "lower quartile", _one),
-            Column("ms_high", "upper quartile", _one),
-            Column("tokens_per_s", "tokens/s", _one),
-            Column("intensity", "FLOP/B", _one),
+            Column("ms_median", "ms, median", _tenths),
+            Column("ms_low", "lower quartile", _tenths),
+            Column("ms_high", "upper quartile", _tenths),
+            Column("tokens_per_s", "tokens/s", _tenths),
+            Column("intensity", "FLOP/B", _tenths),
             Column("bound", "bound by"),
             Column("fraction_of_ceiling", "of what that allows", lambda value: f"{value:.0%}"),
         ],
@@ -304,19 +300,19 @@ def _speed(subject: "Subject", plan: Plan, progress: Progress) -> dict[str, Any]
     }
 
 
-Measured = Callable[["Subject", Plan, Progress], dict[str, Any]]
+Measured = Callable[["Subject", ReportConfig, Progress], dict[str, Any]]
 SECTIONS: Sequence[tuple[str, str, Measured]] = (
     ("model", "What the model is", _shape),
     ("bill", "What its cache costs", _bill),
     ("sinks", "Its attention sinks", _sinks),
-    ("window", "How small a window it bears", _window),
-    ("rank", "How small a rank it bears", _rank),
+    ("window", "Loss by window size", _window),
+    ("rank", "Loss by rank", _rank),
     ("speed", "Its speed on this machine", _speed),
 )
 
 
 def _both(draw: Callable[[float], "Figure"], wide: float | None = None) -> tuple["Figure", "Figure"]:
-    """The same figure for a wide and for a narrow page."""
+    """The same figure for a wide and a narrow page."""
     from kvprobe.plots.style import ONE_COLUMN, TWO_COLUMNS
 
     return draw(wide or TWO_COLUMNS), draw(ONE_COLUMN)
@@ -324,23 +320,19 @@ def _both(draw: Callable[[float], "Figure"], wide: float | None = None) -> tuple
 
 def _losses() -> list[Column]:
     return [
-        Column("loss", "loss (nat)", _three),
+        Column("loss", "loss (nat)", _thousandths),
         Column("perplexity", "perplexity", lambda value: f"{value:,.1f}"),
-        Column("delta", "beyond full (nat)", _signed),
-        Column("delta_low", "95 % from", _signed),
-        Column("delta_high", "to", _signed),
+        Column("delta", "beyond full (nat)", phrases.signed),
+        Column("delta_low", "95 % from", phrases.signed),
+        Column("delta_high", "to", phrases.signed),
     ]
 
 
-def _three(value: float) -> str:
+def _thousandths(value: float) -> str:
     return f"{value:.3f}"
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.3f}".replace("-", "−")
-
-
-def _one(value: float) -> str:
+def _tenths(value: float) -> str:
     return f"{value:,.1f}"
 
 

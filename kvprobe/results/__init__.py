@@ -1,1 +1,1 @@
-"""What was found, and by which run? Tables, records and the words for them."""
+"""What was found, and by which run? Tables, records and their wording."""

@@ -1,4 +1,4 @@
-"""How does a table read on a page or in a notebook? Every text in it escaped."""
+"""How does a table look on a page or in a notebook? Every text in it is escaped."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def plain(value: Any) -> str:
-    """A value as people read it: null as a dash, and text so that what cannot be seen is."""
+    """A value for people to read: null as a dash, and text with invisible characters made visible."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -28,7 +28,7 @@ def plain(value: Any) -> str:
 
 
 def _nested(value: Any) -> str:
-    """Lists and records on one line, their numbers as short as elsewhere."""
+    """Lists and records on one line, with short numbers."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {_nested(part)}" for name, part in value.items()) or "–"
     if isinstance(value, list | tuple):
@@ -38,7 +38,7 @@ def _nested(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: the field of a row, its heading, and how a value that is there is written."""
+    """One column of a table: the field of a row, its heading, and how a value that is not null is written."""
 
     field: str
     heading: str
@@ -52,7 +52,7 @@ class Column:
 
 @functools.cache
 def template(name: str) -> "Template":
-    """A template of ``kvprobe/data``: of what is put into it nothing is read as HTML, and what cannot be seen is."""
+    """A template of ``kvprobe/data``; what is put into it is escaped, and invisible characters become visible."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -69,7 +69,7 @@ def template(name: str) -> "Template":
 
 
 def table(columns: Sequence[Column], rows: Sequence[Row], foot: Row | None = None, caption: str = "") -> "Markup":
-    """Rows as an HTML table, numbers to the right."""
+    """Rows as an HTML table, with numbers right-aligned."""
     words = [
         column.field
         for column in columns

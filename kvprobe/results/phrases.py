@@ -1,4 +1,4 @@
-"""How is a finding said? The words that records, the lines under a table and a report's sentences share."""
+"""How is a finding worded? The phrases that records, lines under a table and a report's sentences share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from kvprobe.results.result import Row
 
 PUBLISHED = "the published protocol"
-"""What a training run is called that has every published setting (:class:`kvprobe.experiments.gqa.Protocol`)."""
+"""The name of a training protocol with every published setting (:class:`kvprobe.experiments.gqa.Protocol`)."""
 
 
 def passage_of(run: Mapping[str, Any]) -> str:
@@ -15,7 +15,7 @@ def passage_of(run: Mapping[str, Any]) -> str:
 
 
 def bos_of(run: Mapping[str, Any]) -> str:
-    """Whether token 0 is a BOS, and whether the text brought it."""
+    """Whether token 0 is a BOS, and whether it comes from the text."""
     if run.get("bos_in_text"):
         return "with BOS, the text's own"
     return "with BOS" if run["has_bos"] else "no BOS"
@@ -30,7 +30,7 @@ def fitted_to(run: Mapping[str, Any]) -> str:
 
 
 def training_of(run: Mapping[str, Any]) -> str:
-    """What was trained on what, as ``time-machine, 600 steps, the published protocol``."""
+    """What a model was trained on and how, as ``time-machine, 600 steps, the published protocol``."""
     said = f"{run['corpus']}, {_steps(run['steps'])}, {run['protocol']}"
     if run.get("uptrain") is None:
         return said
@@ -39,26 +39,27 @@ def training_of(run: Mapping[str, Any]) -> str:
 
 
 def interval_of(block_length: int) -> str:
-    """How the intervals of a result were made (:func:`kvprobe.probes.losses.paired_interval`)."""
+    """How the intervals of a result were computed (:func:`kvprobe.probes.losses.paired_interval`)."""
     return f"95 %, paired moving-block bootstrap, blocks of {block_length} tokens, 10,000 resamples"
 
 
 def change_of(row: Row) -> str:
-    """What a loss does against the untouched pass, no more than ``delta`` and its interval say."""
+    """How a loss differs from the full pass's, as far as ``delta`` and its interval support it."""
     low, high = row["delta_low"], row["delta_high"]
-    within = f"95 % interval {_signed(low)} to {_signed(high)}"
+    within = f"95 % interval {signed(low)} to {signed(high)}"
     if low > 0:
         return f"rises by {row['delta']:.3f} nat a token ({within})"
     if high < 0:
         return f"falls by {-row['delta']:.3f} nat a token ({within})"
-    return f"is not told apart from the untouched pass ({_signed(row['delta'])} nat a token, {within})"
+    return f"does not differ measurably from the full pass ({signed(row['delta'])} nat a token, {within})"
 
 
 def _steps(number: int) -> str:
     return f"{number:,} step{'s' if number != 1 else ''}"
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """A difference in nat with its sign, as ``−0.012``."""
     return f"{value:+.3f}".replace("-", "−")
 
 
@@ -66,12 +67,12 @@ WORDS = "busy machine, not to be quoted"
 
 
 def said(text: str, run: Mapping[str, Any]) -> str:
-    """``text`` about what was timed in ``run``, and, if the machine was busy, that it is not to be quoted."""
+    """``text`` about what ``run`` timed and, if the machine was busy, that it is not to be quoted."""
     return "; ".join(part for part in (text, WORDS if run.get("busy") else "") if part)
 
 
 def lines(run: Mapping[str, Any]) -> list[str]:
-    """What stands below a table of a run: nothing if the machine was quiet, else why not, or why that is not known."""
+    """The lines below a table of a run: none if the machine was quiet; else why not, or why that is not known."""
     if run.get("busy"):
         return [f"{WORDS}: {'; '.join(run['busy'])}"]
     unknown = run.get("load", {}).get("unknown")

@@ -1,4 +1,4 @@
-"""Which run was it? What it was given, with which versions, where and when."""
+"""Which run was it? Its settings and versions, where and when."""
 
 import platform
 from collections.abc import Iterable, Mapping
@@ -9,14 +9,14 @@ from typing import Any
 
 from kvprobe import __version__
 
-# the packages whose version can change a number
+# the packages whose versions can change a number
 VERSIONED = ("kvprobe", "torch", "transformers", "tokenizers", "numpy", "scipy", "numba")
 
 
 def run_record(*parts: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
-    """The record of a run: what ``parts`` (model, passage) and ``settings`` say, and where and when it ran.
+    """The record of a run: ``parts`` (model, passage) and ``settings``, and where and when it ran.
 
-    Files stand in it by name and SHA-256, never by path; the machine by its processor, never by host name.
+    It names files by name and SHA-256, never by path, and the machine by its processor, never by host.
     """
     record: dict[str, Any] = {}
     for part in (*parts, settings):
@@ -41,11 +41,11 @@ def processor() -> str:
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            # a source tree on the path has a version as well
-            found[package] = __version__ if package == "kvprobe" else "not installed"
-    return found
+            # a source tree on the path has a version too
+            versions[package] = __version__ if package == "kvprobe" else "not installed"
+    return versions

@@ -1,4 +1,4 @@
-"""What did a run find, and which run was it? A table in long form plus the record that can remake it."""
+"""What did a run find, and which run was it? A table in long form, and the record to repeat the run."""
 
 import csv
 import io
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-# a notebook shows so many rows and says how many more there are
+# rows that a notebook shows before it only counts the rest
 SHOWN_ROWS = 60
 
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """One analysis: ``rows``, one an observation, all with the same fields, and ``run``, how they came about.
+    """One analysis: ``rows``, one an observation, all with the same fields, and ``run``, the record.
 
-    Raises ValueError if there are no rows or if they differ in their fields.
+    Raises ValueError if there are no rows or if their fields differ.
 
     >>> result = Result("sinks", [{"layer": 0, "mass": 0.25}, {"layer": 1, "mass": 0.5}], {"model": "tiny"})
     >>> print(result.to_csv(), end="")
@@ -48,7 +48,7 @@ class Result:
         for row in self.rows:
             if row.keys() != self.rows[0].keys():
                 odd = sorted(row.keys() ^ self.rows[0].keys())
-                raise ValueError(f"{self.analysis}: rows differ in their fields: {', '.join(odd)}")
+                raise ValueError(f"{self.analysis}: the fields of the rows differ: {', '.join(odd)}")
 
     def __repr__(self) -> str:
         """As in ``Result(sinks of smollm2-135m, 30 rows)``."""
@@ -56,7 +56,7 @@ class Result:
         return f"Result({self.analysis}{of}, {len(self.rows):,} row{'s' * (len(self.rows) > 1)})"
 
     def to_json(self) -> str:
-        """One JSON document; a number that is not finite is refused (ValueError), since JSON has none."""
+        """One JSON document. Raises ValueError for a number that is not finite, since JSON has none."""
         for row in self.rows:
             for name, value in row.items():
                 if isinstance(value, float) and not math.isfinite(value):
@@ -64,11 +64,11 @@ class Result:
                     raise ValueError(f"{said}: ask for --format table or csv")
         document = {"analysis": self.analysis, "rows": self.rows, "run": self.run}
         text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        # what JSON leaves as it is and cannot be seen: as JSON escapes it, so that the value is the same
+        # invisible characters that json.dumps leaves: escaped as JSON allows, so that the value is the same
         return text if text.replace("\n", "").isprintable() else "".join(map(_json_escaped, text))
 
     def to_csv(self) -> str:
-        """The rows alone, with a header; an empty cell is a null, texts as :mod:`kvprobe.results.textcells` says."""
+        """The rows with a header; an empty cell is a null, and texts are as in :mod:`kvprobe.results.textcells`."""
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames=list(self.rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -79,7 +79,7 @@ class Result:
 
     @staticmethod
     def rows_of_csv(text: str) -> list[dict[str, str]]:
-        """The rows of a table that :meth:`to_csv` wrote, each cell as a text: ``""`` is a null, ``"0.5"`` a number.
+        """The rows that :meth:`to_csv` wrote, each cell as a string: ``""`` is a null, ``"0.5"`` a number.
 
         >>> result = Result("sinks", [{"layer": 0, "top_token": "=1+1", "mass": -0.5}])
         >>> print(result.to_csv(), end="")
@@ -93,23 +93,23 @@ class Result:
 
     @classmethod
     def from_json(cls, text: str) -> "Result":
-        """The result that :meth:`to_json` wrote. Raises KeyError and ValueError for what it could not have written."""
+        """The result that :meth:`to_json` wrote. Raises KeyError or ValueError for any other text."""
         try:
             document = json.loads(text, parse_constant=_no_number)
         except RecursionError as error:
             raise ValueError("it is nested too deeply to be read") from error
         if not isinstance(document, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         analysis, rows, run = document["analysis"], document["rows"], document["run"]
         if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and isinstance(run, dict)):
-            raise ValueError("its rows are no list of objects, or its run is none")
+            raise ValueError("its rows are not a list of objects, or its run is not an object")
         return cls(analysis, rows, run)
 
     @classmethod
     def load(cls, path: str | Path) -> "Result":
-        """The result that :meth:`save`, or ``--out`` with ``--format json``, wrote: ``STEM`` or ``STEM.json``.
+        """The result that :meth:`save`, or ``--out`` with ``--format json``, wrote to ``STEM.json``, by either name.
 
-        Raises KvprobeError for a file that cannot be read or holds anything else.
+        Raises KvprobeError for a file that cannot be read or is not a result.
         """
         path = Path(path)
         path = path if path.suffix == ".json" else path.with_name(path.name + ".json")
@@ -120,7 +120,7 @@ class Result:
             raise KvprobeError(f"{path} is not a result ({why})") from error
 
     def save(self, stem: str | Path) -> tuple[Path, Path]:
-        """Write ``STEM.csv`` and ``STEM.json``; each is there whole or not at all. Returns both paths."""
+        """Write ``STEM.csv`` and ``STEM.json``, each whole or not at all; returns both paths."""
         stem = Path(stem)
         paths = stem.with_name(stem.name + ".csv"), stem.with_name(stem.name + ".json")
         for path, text in zip(paths, (self.to_csv(), self.to_json()), strict=True):
@@ -129,7 +129,7 @@ class Result:
 
     @property
     def frame(self) -> "DataFrame":
-        """The rows as a pandas frame, a column a field; ``attrs["run"]`` is the record."""
+        """The rows as a pandas frame with a column for each field; ``attrs["run"]`` is the record."""
         import pandas as pd
 
         frame = pd.DataFrame(self.rows)
@@ -137,8 +137,8 @@ class Result:
         return frame
 
     def plot(self) -> "Figure":
-        """The picture that belongs to the analysis; ValueError for one that has none."""
-        # by name: pictures are made of results, and nothing here is made of a picture
+        """The analysis's picture. Raises ValueError if it has none."""
+        # by name: plots import results, so results cannot import plots
         figure: Figure = import_module("kvprobe.plots.named").figure_of(self)
         return figure
 
@@ -159,4 +159,4 @@ def _json_escaped(character: str) -> str:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON's")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,8 +1,8 @@
-"""How does a text stand in a cell of a CSV file, so that no spreadsheet computes it, and how is it read back?
+"""How is a text written into a CSV cell, so that no spreadsheet evaluates it, and how is it read back?
 
-A text that begins with ``=``, ``+``, ``-`` or ``@``, which a spreadsheet takes for a formula, has an apostrophe before
-it, and so has one that begins with an apostrophe. Where a text holds what cannot be seen, such as a line break, that is
-written as an escape (``\n``), and a backslash as two; so is a text that would else be taken for such a one.
+A text that begins with ``=``, ``+``, ``-`` or ``@``, which a spreadsheet takes for a formula, gets an apostrophe before
+it, as does one that begins with an apostrophe. In a text with invisible characters, such as a line break, these become
+escapes (``\n``) and a backslash becomes two; so it does in a text that looks as if it had such escapes.
 """
 
 import re
@@ -15,20 +15,20 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 
 
 def to_cell(text: str) -> str:
-    r"""A text as it is written.
+    r"""A text as it is written into a cell.
 
     >>> print(to_cell("@cell"), to_cell("a\nb"), to_cell(r"C:\dir"), to_cell(r"a\nb"))
     '@cell a\nb C:\dir a\\nb
     """
     if not text.isprintable() or _ESCAPE.search(text):
-        text = "".join(r"\\" if one == "\\" else one if one.isprintable() else escaped(one) for one in text)
+        text = "".join(r"\\" if char == "\\" else char if char.isprintable() else escaped(char) for char in text)
     return f"'{text}" if text.startswith(FORMULA) else text
 
 
 def from_cell(cell: str) -> str:
-    """The text of a cell that :func:`to_cell` wrote; any other cell, as of a number, is as it stands."""
+    """The text of a cell that :func:`to_cell` wrote; any other cell, such as a number, stays as it is."""
     text = cell.removeprefix("'") if cell[1:].startswith(FORMULA) else cell
-    return _ESCAPE.sub(lambda found: _character(found[0][1:]), text)
+    return _ESCAPE.sub(lambda match: _character(match[0][1:]), text)
 
 
 def _character(escape: str) -> str:

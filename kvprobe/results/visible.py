@@ -1,31 +1,31 @@
-"""How does text from files reach a terminal, a page or a picture, so that what cannot be seen is seen?"""
+"""How does text from files reach a terminal, a page or a picture with its invisible characters made visible?"""
 
 import re
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    r"""``text`` with all that has no look of its own written as Python would: ``\x1b``, ``\u202e``, ``\n``.
+    r"""``text`` with its invisible characters written as in Python: ``\x1b``, ``\u202e``, ``\n``.
 
-    That is control characters, marks that turn the direction of writing, spaces of no width, line separators and halves
-    of surrogate pairs. What is in ``keep`` stays as it is.
+    These are control characters, marks of writing direction, spaces of no width, line separators and halves of
+    surrogate pairs. Those in ``keep`` stay as they are.
 
     >>> print(visible("a\x1b[31mb\u202ec"))
     a\x1b[31mb\u202ec
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one in keep else escaped(one) for one in text)
+    return "".join(char if char.isprintable() or char in keep else escaped(char) for char in text)
 
 
 def shown(text: str) -> str:
-    """``text`` as one cell: as it is, or as Python writes it where its beginning, its end or a part is not seen."""
+    """``text`` as one cell: as it is, or as its repr if a part of it, its beginning or its end is invisible."""
     # a token may be a line break, or begin with a space
     return text if text.isprintable() and text == text.strip() else repr(text)
 
 
 def harmless(text: str) -> str:
-    """Running text without what steers a terminal: control characters but for line breaks and tabs are made visible."""
-    return _STEERING.sub(lambda found: escaped(found[0]), text)
+    """Running text that cannot steer a terminal: control characters except line breaks and tabs made visible."""
+    return _STEERING.sub(lambda match: escaped(match[0]), text)
 
 
 def escaped(character: str) -> str:
@@ -33,5 +33,5 @@ def escaped(character: str) -> str:
     return ascii(character)[1:-1]
 
 
-# all controls but the tab and the line feed, marks of direction that outlast their line, halves of surrogate pairs
+# all controls except tab and line feed, marks of direction that outlast their line, halves of surrogate pairs
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

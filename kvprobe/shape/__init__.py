@@ -1,1 +1,1 @@
-"""What does a configuration alone tell of a model? Its shape, parameters and bytes; no torch in here."""
+"""What does a configuration alone tell about a model? Its shape, parameters and bytes; no torch in here."""

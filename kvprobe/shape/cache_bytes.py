@@ -1,7 +1,7 @@
-"""How many bytes does a KV cache take, by the model's shape alone?
+"""How many bytes does a KV cache take, given only the model's shape?
 
-A cache is a sum over layers. A layer keeps vectors of every token (K and V, or one latent), of all tokens or of the
-last ones only, or one for every few; a linear-attention layer keeps a state that no token makes larger.
+A cache is a sum over layers. A layer keeps vectors (K and V, or one latent) of every token, of the last tokens only, or
+one for every few tokens; a linear-attention layer keeps a state of constant size.
 """
 
 from bisect import bisect_right
@@ -15,19 +15,19 @@ from kvprobe.shape.layers import Layer
 from kvprobe.shape.spec import Spec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# a recurrent state sums over all tokens: implementations keep it in float32 whatever the model's dtype
+# a recurrent state sums over all tokens, so implementations keep it in float32 whatever the model's dtype
 STATE_BYTES = 4
-# one 16-bit scale and one 16-bit zero point for so many neighbouring elements; transformers' quantised cache groups so
+# neighbouring elements that share a 16-bit scale and a 16-bit zero point, as in transformers' quantised cache
 GROUP = 64
 GROUP_BYTES = 4
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one layer keeps: ``vectors`` of each token, by their widths in elements, of ``limit`` tokens (None: of all).
+    """What one layer keeps: for each of the last ``limit`` tokens (None: all), ``vectors`` of these widths in elements.
 
-    ``compressed`` are (n, width): a vector more for every n tokens, of all of them. ``state`` elements, in float32, and
-    ``conv`` elements, in the cache's dtype, are kept whatever the context.
+    ``compressed`` are (n, width): one more vector for every n tokens, over all tokens. ``state`` elements in float32
+    and ``conv`` elements in the cache's dtype are kept at any context.
     """
 
     vectors: tuple[int, ...] = ()
@@ -51,7 +51,7 @@ class Bill:
 
     @cached_property
     def _counts(self) -> dict[LayerCache, int]:
-        # thousands of layers are a few that differ, and sums are asked for thousands of times
+        # thousands of layers have a few shapes, and sums are needed thousands of times
         return Counter(self.layers)
 
     def total(self, context: int, *, batch: int = 1) -> int:
@@ -67,9 +67,9 @@ class Bill:
         return batch * (self.state + sum(grown))
 
     def next_token(self, context: int) -> int:
-        """Bytes of one more token of one sequence at this context: 0 where every layer has stopped growing.
+        """Bytes of one more token of one sequence at this context: 0 if every layer has stopped growing.
 
-        A vector for every n tokens counts with its n-th part in each of them.
+        A vector for every n tokens counts as 1/n of a vector for each of them.
         """
         counts = self._counts.items()
         grown = sum(times * (self._last(layer, context + 1) - self._last(layer, context)) for layer, times in counts)
@@ -78,7 +78,7 @@ class Bill:
 
     @cached_property
     def state(self) -> int:
-        """Bytes of one sequence that no token makes larger."""
+        """Bytes of one sequence that do not grow with the context."""
         return sum(
             times * (layer.state * STATE_BYTES + layer.conv * DTYPE_BYTES[self.dtype])
             for layer, times in self._counts.items()
@@ -86,7 +86,7 @@ class Bill:
 
     @property
     def stops_at(self) -> int | None:
-        """The context from which on nothing grows any more; None if something always does."""
+        """The context from which nothing grows any more; None if something always does."""
         if any(layer.compressed for layer in self._counts):
             return None
         limits = [layer.limit for layer in self._counts if layer.vectors]
@@ -118,15 +118,15 @@ class Bill:
 def bill(spec: Spec, dtype: str = "float32") -> Bill:
     """The cache of the model as it is, the sum of what its layers keep.
 
-    K and V of every KV head; under MLA one latent and the rotary part of the key, which K and V share, so without the
-    factor 2 (DeepSeek-V2, 2024, table 1). A sliding layer keeps its window, the newest token included, and a chunked
-    one a whole chunk.
+    K and V of every KV head. Under MLA, one latent for both and the rotary part of the key, so there is no factor 2
+    (DeepSeek-V2, 2024, table 1). A sliding layer keeps its window, the newest token included; a chunked layer keeps a
+    whole chunk.
     """
     return Bill(caches(spec.layers), dtype)
 
 
 def caches(layers: Iterable[Layer]) -> tuple[LayerCache, ...]:
-    """What each of ``layers`` keeps, widths instead of heads."""
+    """What each of ``layers`` keeps, as widths instead of heads."""
     layers = tuple(layers)
     kept = {
         layer: LayerCache(layer.vectors, layer.limit, layer.state, layer.conv, layer.compressed)
@@ -136,7 +136,7 @@ def caches(layers: Iterable[Layer]) -> tuple[LayerCache, ...]:
 
 
 def describe(spec: Spec) -> str:
-    """What each kind of layer keeps, in words: what grows, what stops, what is constant."""
+    """What each kind of layer keeps, in words: what grows, what stops growing, what is constant."""
     counts = Counter(spec.layers)
     forms: dict[str, int] = {}
     for layer, times in counts.items():
@@ -154,7 +154,7 @@ def describe(spec: Spec) -> str:
         elif layer.kind in ("shared", "none"):
             words["read the K and V of another" if layer.kind == "shared" else "keep nothing"] += times
         if layer.state + layer.conv:
-            # a layer may have attention too
+            # such a layer may have attention too
             words[f"keep a state of constant size{' beside it' if layer.vectors else ''}"] += times
     parts = [f"{growing} keep every token"] if growing else []
     parts += [f"{times} stop growing at {limit:,} tokens" for limit, times in sorted(limits.items())]
@@ -175,13 +175,13 @@ def _form(layer: Layer) -> str:
 
 @dataclass(frozen=True)
 class Amount:
-    """Bytes as people read them: three digits of the largest binary unit of which there is one, KiB = 1024 B."""
+    """Bytes for people to read: three digits of the largest binary unit that gives at least 1; KiB = 1024 B."""
 
     n_bytes: int
 
     def __str__(self) -> str:
         value, units = float(self.n_bytes), ["TiB", "GiB", "MiB", "KiB", "B"]
-        # what would be printed as 1024 is one of the next unit
+        # what would print as 1024 is 1 of the next unit
         while value >= 1023.5 and len(units) > 1:
             value /= 1024
             units.pop()

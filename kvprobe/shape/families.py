@@ -1,4 +1,4 @@
-"""Is a model's family known, and if not, could a key of its configuration change what its layers keep?"""
+"""Is a model's family known? If not, could a key of its configuration change what its layers keep?"""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ from kvprobe.shape.suspects import is_said, suspects
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How the configurations of one family are read; the words are those of ``data/families.toml``."""
+    """How the configurations of one family are read; ``data/families.toml`` explains the fields."""
 
     kinds: str | None = None
     pattern: str = ""
@@ -45,7 +45,7 @@ class Family:
         return ", ".join(parts)
 
 
-# a family that is not listed: what every configuration may say
+# a family that is not listed: only keys that every configuration may have
 PLAIN = Family()
 
 _ENCODERS = """
@@ -68,7 +68,7 @@ speecht5 switch_transformers t5 t5gemma t5gemma2 trocr udop umt5 vision-encoder-
 _ENCODER = "it is an encoder and not a causal model: it generates nothing and has no KV cache"
 _ENCODER_DECODER = "it is an encoder–decoder, and kvprobe reads causal models of a decoder alone"
 
-# families without a decoder's KV cache, and those whose caches are known to hold what is not modelled here
+# families without a decoder's KV cache, and those whose caches hold something that is not modelled here
 REFUSED: dict[str, str] = {
     **dict.fromkeys(_ENCODERS.split(), _ENCODER),
     **dict.fromkeys(_ENCODER_DECODERS.split(), _ENCODER_DECODER),
@@ -90,7 +90,7 @@ REFUSED: dict[str, str] = {
     "hymba": "its memory tokens and shared layers are not modelled here",
 }
 
-# what the name of a family that is not known gives away
+# what an unknown family's name gives away
 _BY_NAME = {
     r"rwkv|mamba|ssm|(^|[^a-z0-9])s4([^a-z0-9]|$)|(^|[^a-z])gla([^a-z]|$)|retnet|delta|hgrn|mega([^a-z]|$)|lolcats"
     r"|linear|hyena|xlstm|titans|^(gsa|abc|based|rebased|lightnet|samba|comba|rodimus|mom)$": (
@@ -100,7 +100,7 @@ _BY_NAME = {
 }
 _BOTH_WAYS = ("use_bidirectional_attention", "bidirectional", "is_bidirectional")
 
-# keys that say what layers keep in some family; a family that does not read such a key is refused with it
+# keys that say what layers keep in some family; other families are refused if they have one
 _STRUCTURAL_KEYS = """
 _block_types attention_chunk_size attention_head_type attn_layer_indices attn_layer_offset attn_layer_period
 attn_type_list block_configs cla_share_factor compress_rates compress_ratios cross_attention_layers
@@ -144,24 +144,24 @@ _READ_BY_RULE: dict[str, tuple[str, ...]] = {
 def known() -> dict[str, Family]:
     """Every family of ``data/families.toml`` by its ``model_type``."""
     table = tomllib.loads(files("kvprobe").joinpath("data/families.toml").read_text(encoding="utf-8"))
-    found = {}
+    result = {}
     for name, of in table.items():
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in of.items()}
-        found[name] = Family(**fields)
-    return found
+        result[name] = Family(**fields)
+    return result
 
 
 def table() -> list[tuple[str, str, str]]:
-    """Each family with its support (known, plain, refused) and how it is read or why it is not, in this order."""
+    """Each family with its support (known, plain, refused) and how it is read or why it is refused."""
     rows = [(name, "known", family.how) for name, family in sorted(known().items())]
     rows += [("any other", "plain", "keys that every family has; refused with a key that could change what is kept")]
     return rows + [(name, "refused", why) for name, why in sorted(REFUSED.items())]
 
 
 def refuse_others(family: str, config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for what has no decoder-only KV cache, or one that is not modelled here."""
+    """Raise UnsupportedModelError for a model without a decoder-only KV cache, or with one not modelled here."""
     why = REFUSED.get(family)
-    # every BERT and T5 that there is, in transformers or not
+    # every BERT and T5, in transformers or not
     if why is None and "bert" in family and family not in known():
         why = _ENCODER
     if why is None and re.search(r"t5($|[^a-z0-9])", family):
@@ -190,7 +190,7 @@ def refuse_others(family: str, config: Mapping[str, Any]) -> None:
 def support(family: str, config: Mapping[str, Any]) -> str:
     """``known`` or ``plain``.
 
-    Raises UnsupportedModelError, naming the key, where one that the family is not known to read could change what its
+    Raises UnsupportedModelError, naming the key, if a key that the family is not known to read could change what its
     layers keep.
     """
     listed = known().get(family)
@@ -212,6 +212,6 @@ def _unread(config: Mapping[str, Any], family: Family | None) -> Iterator[str]:
     read |= {"qk_head_dim"} if "kv_lora_rank" in family.defaults else set()
     listed = is_said(config.get("layer_types"))
     for key in sorted(_STRUCTURAL & config.keys() - read):
-        # beside layer_types a pattern says the same again
+        # a pattern beside layer_types only repeats it
         if is_said(config[key]) and not (listed and "pattern" in key):
             yield key

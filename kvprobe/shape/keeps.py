@@ -1,4 +1,4 @@
-"""What does every layer of a model keep, by its configuration: which heads, widths, windows and states?"""
+"""What does every layer of a model keep: which heads, widths, windows and states?"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,9 +15,9 @@ Layers = tuple[Layer, ...]
 
 
 def layers_of(of: Reading, family: Family) -> Layers:
-    """The shape of each layer, in order; of a layer with two attentions (LongCat-Flash) one for each.
+    """The shape of each layer, in order; a layer with two attentions (LongCat-Flash) gives two.
 
-    Raises UnsupportedModelError for what cannot be or is not known.
+    Raises UnsupportedModelError for a shape that is impossible or not known.
     """
     if family.heads in WHOLE:
         layers = WHOLE[family.heads](of)
@@ -50,19 +50,19 @@ def _layer(kind: str, of: Reading, family: Family) -> Layer:
         limit = of.part("attn").optional("window_size")
     if kind != "full" and limit is None:
         key = "sliding_window" if kind == "sliding" else "attention_chunk_size"
-        raise of.refusal(f"has {kind} layers and states no {key}")
+        raise of.refusal(f"has {kind} layers and does not say {key}")
     return replace(_attention(kind, of, family), limit=limit)
 
 
 def _state(kind: str, of: Reading, family: Family) -> tuple[int, int]:
     if family.state is None:
         what = {"linear": "linear-attention", "recurrent": "convolution or recurrent", "both": "hybrid"}[kind]
-        raise of.refusal(f"has {what} layers (layer_types): what those of the family {of.family} keep is not known")
+        raise of.refusal(f"has {what} layers (layer_types), and what those of the family {of.family} keep is not known")
     return STATES[family.state](of)
 
 
 def _attention(kind: str, of: Reading, family: Family) -> Layer:
-    """The heads of a layer of this kind; under MLA one latent for all of them."""
+    """The heads of a layer of this kind; under MLA they share one latent."""
     # the attention of flash-linear-attention's hybrids has a configuration of its own
     if family.kinds == "fla":
         own = of.part("attn")
@@ -75,7 +75,7 @@ def _attention(kind: str, of: Reading, family: Family) -> Layer:
         return Layer(
             kind=kind,
             n_heads=n_heads,
-            n_kv_heads=n_heads,  # what attention reads is made up for every head
+            n_kv_heads=n_heads,  # attention reads a K and V made for every head
             head_dim=of.number("qk_nope_head_dim") + rotary,
             v_head_dim=of.optional("v_head_dim", least=0) or hidden_size // n_heads,  # MiniCPM3 may leave it out
             latent=latent,
@@ -86,11 +86,11 @@ def _attention(kind: str, of: Reading, family: Family) -> Layer:
     if family.heads == "zamba":
         head_dim = of.optional("attention_head_dim") or usual
     if not head_dim:
-        raise of.refusal(f"has {n_heads} heads and a hidden_size of {hidden_size}: there is no width left for a head")
+        raise of.refusal(f"has {n_heads} heads and a hidden_size of {hidden_size}: no width is left for a head")
     n_kv_heads = _kv_heads(of, n_heads)
     v_head_dim = of.flag("use_mla", True) and of.config.get("v_head_dim") and of.optional("v_head_dim", least=0)
     if family.heads == "swa" and kind == "sliding":
-        # MiMo-V2 has twice as many there, which the class in transformers takes for granted
+        # MiMo-V2 has twice as many there; its class in transformers assumes so
         n_kv_heads = of.optional("swa_num_key_value_heads") or 2 * n_kv_heads
         n_heads = of.optional("swa_num_attention_heads") or n_heads
         head_dim = of.optional("swa_head_dim") or head_dim
@@ -104,10 +104,10 @@ def _attention(kind: str, of: Reading, family: Family) -> Layer:
 
 
 def latent_of(of: Reading) -> int | None:
-    """The width of MLA's latent; None without, also where use_mla is false beside it."""
+    """The width of MLA's latent; None without one, or if use_mla is false."""
     latent = of.optional("kv_lora_rank", least=0) or None
     if of.flag("use_mla") and latent is None:
-        raise of.refusal("says use_mla and no kv_lora_rank")
+        raise of.refusal("says use_mla but not kv_lora_rank")
     return latent if of.flag("use_mla", True) else None
 
 
@@ -118,11 +118,11 @@ def _kv(kind: str, n_heads: int, n_kv_heads: int, head_dim: int, v_head_dim: int
 
 
 def _kv_heads(of: Reading, n_heads: int) -> int:
-    """KV heads by the family's own words, else as many as are said, else one for every query head."""
+    """KV heads by the family's own keys, or else as configured, or else one for every query head."""
     said = of.optional("n_kv_heads", least=0)
     if of.family == "falcon" and of.flag("new_decoder_architecture"):
         return said or n_heads
-    # Falcon's num_kv_heads is written in old checkpoints too, and not used there
+    # old Falcon checkpoints also contain num_kv_heads, unused
     if of.family in ("falcon", "gpt_bigcode", "gpt_refact"):
         return 1 if of.flag("multi_query", True) else n_heads
     if of.family in ("RefinedWeb", "RefinedWebModel"):
@@ -140,20 +140,20 @@ def _kv_heads(of: Reading, n_heads: int) -> int:
 
 
 def _overridden(of: Reading, layers: Layers) -> Layers:
-    """Gemma 4 as transformers writes it: per_layer_config names the layers whose heads are others."""
+    """Gemma 4 as transformers writes it: per_layer_config names the layers with other heads."""
     own: Mapping[str, Any] = of.part("per_layer_config").config
     changed = list(layers)
     for place, fields in own.items():
         if not str(place).isdecimal() or int(place) >= len(layers) or not isinstance(fields, Mapping):
-            raise of.refusal(f"says {place!r} in per_layer_config, which is none of its {len(layers)} layers")
-        layer, its = layers[int(place)], Reading(of.family, fields, {})
+            raise of.refusal(f"says {place!r} in per_layer_config, which is not one of its {len(layers)} layers")
+        layer, changes = layers[int(place)], Reading(of.family, fields, {})
         if others := sorted(fields.keys() - {"head_dim", "num_key_value_heads", "num_attention_heads"}):
             raise of.refusal(f"says {others[0]} in per_layer_config, which is not known to kvprobe")
-        head_dim = its.optional("head_dim") or layer.head_dim
+        head_dim = changes.optional("head_dim") or layer.head_dim
         changed[int(place)] = replace(
             layer,
-            n_heads=its.optional("num_attention_heads") or layer.n_heads,
-            n_kv_heads=its.optional("num_key_value_heads") or layer.n_kv_heads,
+            n_heads=changes.optional("num_attention_heads") or layer.n_heads,
+            n_kv_heads=changes.optional("num_key_value_heads") or layer.n_kv_heads,
             head_dim=head_dim,
             v_head_dim=head_dim,
         )
@@ -161,7 +161,7 @@ def _overridden(of: Reading, layers: Layers) -> Layers:
 
 
 def _shared(of: Reading, family: Family, layers: Layers) -> Layers:
-    """The layers that read the K and V of another keep none: the last ones (Gemma 3n), or all but one of every few."""
+    """Layers that read another layer's K and V keep none: the last ones (Gemma 3n), or all but one of every few."""
     if family.sharing == "last":
         n_shared = of.optional("num_kv_shared_layers", least=0) or 0
         if n_shared > len(layers):
@@ -181,17 +181,17 @@ def _reader(layer: Layer) -> Layer:
 def _with_index(of: Reading, family: Family, layers: Layers) -> Layers:
     if family.index is None:
         return layers
-    # the second stands in the configuration that MiniMax-M3 was published with
+    # the first is in the configuration that MiniMax-M3 was published with
     width = of.part("sparse_attention_config").optional("sparse_index_dim") or of.number("index_head_dim")
     if family.index == "all":
         return tuple(replace(layer, index=width) for layer in layers)
-    # GLM-5: layers that take over the choice of an earlier one have no indexer
+    # GLM-5: layers that reuse an earlier layer's choice have no indexer
     named = (_is_sparse if family.index == "minimax_m3" else _has_index)(of, len(layers))
     return tuple(replace(layer, index=width if own else 0) for layer, own in zip(layers, named, strict=True))
 
 
 def _is_sparse(of: Reading, n_layers: int) -> list[bool]:
-    """MiniMax-M3: the layers of a type of their own, or with a 1 in a list of numbers."""
+    """MiniMax-M3: the layers of its own type, or those with a 1 in a list of numbers."""
     if (types := of.sequence("layer_types")) is not None:
         return [name == "minimax_m3_sparse" for name in types]
     chosen = of.part("sparse_attention_config").numbers("sparse_attention_freq") or [0] * n_layers
@@ -216,7 +216,7 @@ def _block_configs(of: Reading) -> Layers:
     """Nemotron-NAS: every block says its own attention, or that it has none."""
     blocks = of.sequence("block_configs")
     if blocks is None or len(blocks) != of.n_layers:
-        raise of.refusal(f"does not say one entry for each of its {of.n_layers} layers in block_configs")
+        raise of.refusal(f"does not have one entry for each of its {of.n_layers} layers in block_configs")
     n_heads = of.number("n_heads")
     head_dim = of.optional("head_dim") or of.number("hidden_size") // n_heads
     return tuple(_block(of, block, n_heads, head_dim) for block in blocks)
@@ -226,7 +226,7 @@ def _block(of: Reading, block: Any, n_heads: int, head_dim: int) -> Layer:
     own = Reading(of.family, block, {}).part("attention") if isinstance(block, Mapping) else None
     if own is None:
         raise of.refusal(f"says {block!r} in block_configs: it must be an object")
-    # an attention replaced by a matrix keeps nothing of the past either
+    # an attention replaced by a matrix keeps nothing of the past
     if own.flag("no_op") or own.flag("replace_with_linear"):
         return Layer(kind="none")
     for key in ("sparsify", "mamba", "llama4"):
@@ -238,7 +238,7 @@ def _block(of: Reading, block: Any, n_heads: int, head_dim: int) -> Layer:
         group = own.number("n_heads_in_group")
         n_kv_heads, rest = divmod(n_heads, group)
         if rest:
-            raise of.refusal(f"has groups of {group} of its {n_heads} heads in block_configs, which they do not divide")
+            raise of.refusal(f"has groups of {group} heads in block_configs, which do not divide its {n_heads} heads")
     layer = _kv("full" if window is None else "sliding", n_heads, n_kv_heads, head_dim)
     sinks = own.optional("num_sink_tokens", least=0) or 0
     return layer if window is None else replace(layer, limit=window + sinks)
@@ -263,20 +263,20 @@ _RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_co
 
 
 def _deepseek_v4(of: Reading) -> Layers:
-    """Every layer keeps a window of one vector for K and V; and, of all tokens, one for every few or for every many.
+    """Every layer keeps a window of one vector for K and V and, over all tokens, one for every few or every many.
 
-    Where it is one for every few, an indexer chooses among them and keeps a key for each.
+    With one for every few, an indexer chooses among them and keeps a key for each.
     """
     n_heads, width, window = of.number("n_heads"), of.number("head_dim"), window_of(of)
     if window is None:
-        raise of.refusal("states no sliding_window")
+        raise of.refusal("does not say sliding_window")
     own = of.part("compress_rates")
     rates = {name: own.optional(name) or ratio for name, ratio in _RATIOS.items()}
-    found = []
+    result = []
     for name in _names_v4(of):
         ratio = rates[name]
         widths = (width, of.number("index_head_dim")) if name == "compressed_sparse_attention" else (width,)
-        found.append(
+        result.append(
             Layer(
                 kind="compressed" if ratio else "sliding",
                 n_heads=n_heads,
@@ -285,10 +285,10 @@ def _deepseek_v4(of: Reading) -> Layers:
                 v_head_dim=width,
                 latent=width,
                 limit=window,
-                compressed=tuple((ratio, one) for one in widths) if ratio else (),
+                compressed=tuple((ratio, wide) for wide in widths) if ratio else (),
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def _names_v4(of: Reading) -> list[str]:
@@ -306,7 +306,7 @@ def _names_v4(of: Reading) -> list[str]:
     else:
         kinds = ("heavily_compressed_attention", "compressed_sparse_attention")
         names = [kinds[0]] * 2 + [kinds[layer % 2] for layer in range(of.n_layers)]
-    # what is said of layers beyond these is of the extra ones that predict several tokens
+    # further entries describe the extra layers that predict several tokens
     if len(names) < of.n_layers:
         raise of.refusal(f"has {of.n_layers} layers and the types of {len(names)}")
     return names[: of.n_layers]

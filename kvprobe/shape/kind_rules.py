@@ -1,4 +1,4 @@
-"""Which rule says of which kind each layer is, where a configuration does not list it? One a spelling, by families."""
+"""Which kind is each layer, if the configuration does not list them? One rule for each spelling that families use."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 Kinds = tuple[str, ...]
 
 _LETTERS = {"f": "full", "s": "sliding", "c": "chunked", "l": "linear", "r": "recurrent", "b": "both", "n": "none"}
-# of a pattern in words such as LLLG
+# the letters of a pattern such as LLLG
 _WORDS = {"l": "s", "g": "f"}
 
 
 def window_of(of: Reading) -> int | None:
-    """The tokens that a sliding layer keeps, None where nothing slides: use_sliding_window switches it off anywhere."""
+    """The tokens that a sliding layer keeps; None if nothing slides, as when use_sliding_window is false."""
     if not of.flag("use_sliding_window", True):
         return None
     if (both_sides := of.optional("local_attention", least=0)) is not None:  # ModernBERT
@@ -26,7 +26,7 @@ def window_of(of: Reading) -> int | None:
 
 
 def check_length(of: Reading, key: str, length: int) -> None:
-    """Raise UnsupportedModelError where a list under ``key`` has not one entry a layer."""
+    """Raise UnsupportedModelError unless the list under ``key`` has one entry a layer."""
     n_layers = of.optional("n_layers")
     if n_layers is not None and length != of.n_layers:
         raise of.refusal(f"has {n_layers} layers and the types of {length} in {key}")
@@ -42,7 +42,7 @@ def _window(of: Reading, _: "Family") -> Kinds:
 
 
 def _plain(of: Reading, family: "Family") -> Kinds:
-    """Of a family that is not known to slide: a window needs use_sliding_window or max_window_layers beside it."""
+    """A family not known to slide: a window needs use_sliding_window or max_window_layers beside it."""
     window, positions = window_of(of), of.optional("max_positions")
     if window is None or (positions is not None and window >= positions and not of.flag("use_sliding_window")):
         return ("full",) * of.n_layers
@@ -51,8 +51,8 @@ def _plain(of: Reading, family: "Family") -> Kinds:
     if of.flag("use_sliding_window"):
         return ("sliding",) * of.n_layers
     raise of.refusal(
-        f"says {window:,} for sliding_window, and neither layer_types nor use_sliding_window or max_window_layers: "
-        "which layers slide is not known of the family"
+        f"says {window:,} for sliding_window, but not layer_types, use_sliding_window or max_window_layers, "
+        "so which of its layers slide is not known"
     )
 
 
@@ -78,7 +78,7 @@ def _pattern(of: Reading, family: "Family") -> Kinds:
 
 
 def _stated(of: Reading, key: str, usual: str) -> str:
-    """The pattern under ``key``: letters, or how many layers there are to each full one."""
+    """The pattern under ``key``: letters, or the number of layers for each full one."""
     value: Any = of.config[key]
     if isinstance(value, str):
         letters = "".join(_WORDS.get(letter, "?") for letter in value.lower())
@@ -113,7 +113,7 @@ def _gpt_neo(of: Reading, _: "Family") -> Kinds:
 
 
 def _smollm3(of: Reading, _: "Family") -> Kinds:
-    """Where windows are switched on, the layers without rotation slide."""
+    """If windows are on, the layers without rotation slide."""
     slides = of.flag("use_sliding_window") and window_of(of) is not None
     return tuple("sliding" if slides and not rotary else "full" for rotary in _rotary_layers(of))
 
@@ -125,7 +125,7 @@ def _llama4(of: Reading, _: "Family") -> Kinds:
 
 
 def _rotary_layers(of: Reading) -> list[int]:
-    """no_rope_layers has, against its name, a 1 for each layer with rotation."""
+    """Despite its name, no_rope_layers has a 1 for each layer with rotation."""
     if of.config.get("no_rope_layers"):
         layers = of.numbers("no_rope_layers") or []
         check_length(of, "no_rope_layers", len(layers))
@@ -143,7 +143,7 @@ def _cohere2_moe(of: Reading, _: "Family") -> Kinds:
 
 
 def _flint(of: Reading, _: "Family") -> Kinds:
-    """Full are the first two layers, every fourth and the last."""
+    """The first two layers, every fourth and the last are full."""
     last = of.n_layers - 1
     return tuple("full" if layer < 2 or layer % 4 == 1 or layer == last else "sliding" for layer in range(of.n_layers))
 
@@ -167,7 +167,7 @@ def _attn_type_list(of: Reading, family: "Family") -> Kinds:
 
 
 def _places(of: Reading, key: str, *, first: int = 0) -> set[int]:
-    """The layers named under ``key``, counted from 0, where the configuration counts from ``first``."""
+    """The layers named under ``key``, counted from 0; the configuration counts from ``first``."""
     places = {place - first for place in (of.config.get(key) and of.numbers(key, least=first)) or ()}
     if outside := sorted(place + first for place in places if place >= of.n_layers):
         raise of.refusal(f"names layer {outside[0]} in {key} and has {of.n_layers} layers")
@@ -194,7 +194,7 @@ def _lfm3(of: Reading, _: "Family") -> Kinds:
 
 
 def _period(of: Reading, _: "Family") -> Kinds:
-    """Jamba: attention where the layer's number leaves the offset."""
+    """Jamba: attention in the layers whose number modulo the period is the offset."""
     period, offset = of.number("attn_layer_period"), of.number("attn_layer_offset", least=0)
     if offset >= period:
         raise of.refusal(f"says {offset} for attn_layer_offset, which must be below attn_layer_period, {period}")
@@ -202,7 +202,7 @@ def _period(of: Reading, _: "Family") -> Kinds:
 
 
 def _zamba(of: Reading, _: "Family") -> Kinds:
-    """The third layer, then as Jamba from the fourth on; a Mamba layer stands beside each attention."""
+    """The third layer, then as Jamba from the fourth on; each attention has a Mamba layer beside it."""
     period, offset = of.number("attn_layer_period"), of.number("attn_layer_offset", least=0)
     rest = ("both" if layer % period == offset else "linear" for layer in range(max(0, of.n_layers - 3)))
     return ("linear", "linear", "both", *rest)[: of.n_layers]
@@ -238,8 +238,8 @@ def _kimi_linear(of: Reading, _: "Family") -> Kinds:
     full, linear = (_places(named, key, first=1) for key in ("full_attn_layers", "kda_layers"))
     if full & linear or len(full | linear) != of.n_layers:
         raise of.refusal(
-            f"names {len(full)} layers in full_attn_layers and {len(linear)} in kda_layers, which are not its "
-            f"{of.n_layers} layers, each once"
+            f"names {len(full)} layers in full_attn_layers and {len(linear)} in kda_layers, which do not name each of "
+            f"its {of.n_layers} layers once"
         )
     return tuple("full" if layer in full else "linear" for layer in range(of.n_layers))
 
@@ -247,8 +247,8 @@ def _kimi_linear(of: Reading, _: "Family") -> Kinds:
 def _bailing_linear(of: Reading, _: "Family") -> Kinds:
     """The last of every layer_group_size layers, and those after the last whole group, are full."""
     size, n_layers = of.number("layer_group_size"), of.n_layers
-    whole = n_layers // size * size
-    return tuple("full" if (layer + 1) % size == 0 or layer >= whole else "linear" for layer in range(n_layers))
+    rest = n_layers // size * size
+    return tuple("full" if (layer + 1) % size == 0 or layer >= rest else "linear" for layer in range(n_layers))
 
 
 def _block_types(of: Reading, _: "Family") -> Kinds:
@@ -263,22 +263,22 @@ def _block_types(of: Reading, _: "Family") -> Kinds:
 
 
 def _mllama(of: Reading, _: "Family") -> Kinds:
-    """Layers of cross-attention keep the image's keys and none of the text."""
+    """Cross-attention layers keep the image's keys and none of the text's."""
     cross = _places(of, "cross_attention_layers")
     return tuple("none" if layer in cross else "full" for layer in range(of.n_layers))
 
 
 def _hrm(of: Reading, _: "Family") -> Kinds:
-    """Two stacks run by turns, and each run of a layer has K and V of its own.
+    """Two stacks run in turn, and each run of a layer has its own K and V.
 
-    num_hidden_layers counts the runs, except where num_layers_per_stack does not stand beside it: it is that then.
+    num_hidden_layers counts the runs if num_layers_per_stack is given, and is the layers of a stack otherwise.
     """
     runs = 1 if of.optional("num_layers_per_stack") else of.number("H_cycles") * (of.number("L_cycles") + 1)
     return ("full",) * (of.n_layers * runs)
 
 
 def _fla(of: Reading, _: "Family") -> Kinds:
-    """flash-linear-attention: ``attn`` names the layers that are softmax attention."""
+    """flash-linear-attention: ``attn`` names the layers of softmax attention."""
     own = of.part("attn")
     named = Reading(of.family, {**of.config, **own.config}, of.words)
     full = _places(named, "layers")

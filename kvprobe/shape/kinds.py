@@ -1,4 +1,4 @@
-"""Of which kind is each layer: full, sliding, chunked, linear, recurrent, none? By all the spellings of it."""
+"""Which kind is each layer: full, sliding, chunked, linear, recurrent or none? In every spelling that is in use."""
 
 from typing import TYPE_CHECKING
 
@@ -31,9 +31,9 @@ TYPES = {
 
 
 def kinds_of(of: Reading, family: "Family") -> Kinds:
-    """The kind of every layer: what the configuration lists, or its family's rule.
+    """The kind of every layer: as the configuration lists it, or by its family's rule.
 
-    Raises UnsupportedModelError for types that are not known and lists that are not one entry a layer.
+    Raises UnsupportedModelError for unknown types and for lists without exactly one entry a layer.
     """
     for key in ("layer_types", "layers_block_type"):
         if of.sequence(key) is not None:

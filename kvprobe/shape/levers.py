@@ -1,4 +1,4 @@
-"""Which lever would make a model's cache how much smaller? The relief map: one model under each of them, in bytes."""
+"""Which lever would make a model's cache smaller, and by how much? The relief map: one model under each, in bytes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +11,10 @@ from kvprobe.shape.spec import Spec, from_json
 
 @dataclass(frozen=True)
 class Lever:
-    """One way to hold the same model's past.
+    """One way to keep the same model's past.
 
-    ``kind`` is the factor that it attacks: heads, latent, window, bits or linear; ``model`` the model as it is;
-    ``undone`` the model without what its makers have done already.
+    ``kind`` is the factor that it attacks: heads, latent, window, bits or linear; ``model`` is the model as it is, and
+    ``undone`` the model without a lever that its makers pulled already.
     """
 
     name: str
@@ -28,24 +28,24 @@ def levers(
 ) -> list[Lever]:
     """The relief map: the model as it is first, then the same model under each lever that changes its cache.
 
-    ``rank`` is that of the latent: by default a quarter of the width of K and V together, or half the latent that the
-    model has. The arithmetic of memory only: what a lever costs in loss is another question. Raises ValueError for a
-    window < 1, negative sinks and a rank outside 1 … the width.
+    ``rank`` is the latent's: by default a quarter of the width of K and V together, or half of the model's own latent.
+    This is arithmetic of memory only: what a lever costs in loss is another question. Raises ValueError for a window
+    < 1, negative sinks, and a rank outside 1 … the width.
     """
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     if n_sink < 0:
         raise ValueError(f"sinks must be at least 0, got {n_sink}")
-    found = [Lever("as it is", "model", bill(spec, dtype), describe(spec))]
+    result = [Lever("as it is", "model", bill(spec, dtype), describe(spec))]
     for lever in (
         *_undone(spec, dtype),
         *_fewer_heads(spec, dtype),
         *_latent(spec, dtype, rank),
-        *_of_bill(spec, found[0].bill, window, n_sink),
+        *_of_bill(spec, result[0].bill, window, n_sink),
     ):
-        if lever.bill not in [other.bill for other in found]:
-            found.append(lever)
-    return found
+        if lever.bill not in [other.bill for other in result]:
+            result.append(lever)
+    return result
 
 
 def rows(
@@ -59,11 +59,11 @@ def rows(
     n_sink: int = 4,
     rank: int | None = None,
 ) -> list[dict[str, Any]]:
-    """One row a context and lever, the model as it is first of each context; `levers` says which, ``support`` how the
-    configuration was read (`kvprobe.shape.spec.Spec.support`).
+    """One row a context and lever (`levers`), for each context the model as it is first.
 
-    bytes: of the whole batch; bytes_per_token: of one more token of one sequence at this context; state_bytes: the part
-    of one sequence that no token makes larger; stops_at: the context from which on nothing grows (None: never);
+    support: how the configuration was read (`kvprobe.shape.spec.Spec.support`); bytes: of the whole batch;
+    bytes_per_token: of one more token of one sequence at this context; state_bytes: the part of one sequence that does
+    not grow with the context; stops_at: the context from which nothing grows (None: never);
     relief: the bytes of the model as it is over those of the row; outweighs_at: the first context at which the batch's
     cache is larger than the weights (None: never, or weights not known). Raises ValueError for a context or batch < 1.
     """
@@ -72,7 +72,7 @@ def rows(
             raise ValueError(f"context must be at least 1, got {context}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
-    found = levers(spec, dtype, window=window, n_sink=n_sink, rank=rank)
+    chosen = levers(spec, dtype, window=window, n_sink=n_sink, rank=rank)
     return [
         {
             "lever": lever.name,
@@ -85,13 +85,13 @@ def rows(
             "bytes_per_token": lever.bill.next_token(context),
             "state_bytes": lever.bill.state,
             "stops_at": lever.bill.stops_at,
-            "relief": _relief(found[0].bill.total(context), lever.bill.total(context)),
+            "relief": _relief(chosen[0].bill.total(context), lever.bill.total(context)),
             "weights_bytes": weights_bytes,
             "outweighs_at": None if weights_bytes is None else lever.bill.outgrows(weights_bytes, batch=batch),
             "note": lever.note,
         }
         for context in contexts
-        for lever in found
+        for lever in chosen
     ]
 
 
@@ -101,13 +101,13 @@ def _relief(now: int, left: int) -> float:
 
 
 def _undone(spec: Spec, dtype: str) -> Iterator[Lever]:
-    """The model without what its makers have done already, layer by layer."""
+    """The model without the levers that its makers pulled already, layer by layer."""
 
     def changed(change: Callable[[Layer], Layer]) -> Bill:
         return Bill(caches(_changed(spec, change)), dtype)
 
     attending = [layer for layer in dict.fromkeys(spec.layers) if layer.n_heads]
-    # of a vector that K and V are one in, as in DeepSeek-V4, it is not known what the two would be
+    # where K and V are one vector, as in DeepSeek-V4, what two would be is not known
     if any(layer.compressed for layer in attending):
         pass
     elif any(layer.latent for layer in attending):
@@ -121,7 +121,7 @@ def _undone(spec: Spec, dtype: str) -> Iterator[Lever]:
             "every query head with its own K and V",
         )
     if any(layer.kind == "shared" for layer in attending):
-        yield Lever("no layer shares", "undone", changed(_alone), "every layer with K and V of its own")
+        yield Lever("no layer shares", "undone", changed(_alone), "every layer with its own K and V")
     if attending and any(layer.limit is not None or layer.kind in ("linear", "recurrent") for layer in spec.layers):
         usual = next((layer for layer in attending if layer.kind == "full"), attending[0])
         plain = _full(replace(usual, state=0, conv=0))
@@ -151,7 +151,7 @@ def _alone(layer: Layer) -> Layer:
 
 
 def _fewer_heads(spec: Spec, dtype: str) -> Iterator[Lever]:
-    """The same layers with fewer KV heads, offered where every layer's can be cut by the same factor."""
+    """The same layers with fewer KV heads, offered if the same factor divides those of every layer."""
     counts = {layer.n_kv_heads for layer in spec.layers if layer.vectors}
     if not counts or any(layer.latent for layer in spec.layers):
         return
@@ -171,11 +171,11 @@ def _fewer_heads(spec: Spec, dtype: str) -> Iterator[Lever]:
 
 
 def _latent(spec: Spec, dtype: str, rank: int | None) -> Iterator[Lever]:
-    """One latent a layer for K and V, of the same part of each layer's width; nothing where no layer has any."""
+    """One latent of the same rank for each layer's K and V; nothing if no layer has K and V."""
     kept = [layer for layer in dict.fromkeys(spec.layers) if layer.vectors]
     if not kept or any(layer.compressed for layer in kept):
         if rank is not None:
-            raise ValueError(f"rank {rank} cannot be: this {spec.family} model keeps no K and V to make a latent of")
+            raise ValueError(f"rank {rank} is impossible: this {spec.family} model keeps no K and V for a latent")
         return
     width = max(layer.joint_width for layer in kept)
     limit = min(layer.latent or layer.joint_width for layer in kept)
@@ -184,7 +184,7 @@ def _latent(spec: Spec, dtype: str, rank: int | None) -> Iterator[Lever]:
         raise ValueError(f"rank must be between 1 and {limit}, got {chosen}")
     rotary = spec.qk_rope_head_dim or 0
     if not spec.kv_lora_rank:
-        # a turned key cannot be made from the latent: half a head beside it, as DeepSeek-V2 chose (section 2.1.3)
+        # a rotated key cannot be made from the latent: half a head beside it, as DeepSeek-V2 chose (section 2.1.3)
         rotary = spec.head_dim // 2 if spec.position == "rope" else 0
     layers = _changed(spec, lambda layer: replace(layer, latent=chosen, rotary=rotary) if layer.vectors else layer)
     note = f"K and V, {width:,} elements a token and layer, are made again from {chosen:,}"
@@ -194,7 +194,7 @@ def _latent(spec: Spec, dtype: str, rank: int | None) -> Iterator[Lever]:
 
 
 def _of_bill(spec: Spec, now: Bill, window: int, n_sink: int) -> Iterator[Lever]:
-    """What can be done to the vectors that are kept, whatever they are; nothing where none are."""
+    """Levers on the vectors that are kept, whatever they are; nothing if none are."""
     if any(layer.vectors for layer in spec.layers):
         yield _windowed(now, window, n_sink)
         yield from (_quantised(now, bits) for bits in (8, 4))
@@ -219,14 +219,14 @@ def _quantised(now: Bill, bits: int) -> Lever:
 
 
 def _linear(spec: Spec, now: Bill) -> Iterator[Lever]:
-    """Linear attention in place of K and V; layers that keep none stay as they are."""
+    """Linear attention in place of K and V; layers without them stay as they are."""
     own = next((layer for layer in spec.layers if layer.kind == "linear"), None)
     if own is not None:
         linear, note = LayerCache(state=own.state, conv=own.conv), "the model's own linear layer"
     else:
         linear = LayerCache(state=spec.n_kv_heads * spec.head_dim * spec.v_head_dim)
         note = f"each KV head sums K outer V: {spec.head_dim} × {spec.v_head_dim} in float32"
-    # of fewer than four layers three of four are all
+    # with fewer than four layers, three of four would be all
     some = ((4, "linear, 3 layers of 4"),) if len(now.layers) >= 4 else ()
     for every, name in (*some, (None, "linear, all layers")):
         layers = tuple(
@@ -236,10 +236,10 @@ def _linear(spec: Spec, now: Bill) -> Iterator[Lever]:
         yield Lever(name, "linear", replace(now, layers=layers), note)
 
 
-def growth(found: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows ``found`` at every power of two, for a picture: as far as the run's contexts or the crossing reach."""
+def growth(bills: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows ``bills`` at every power of two, for a picture: as far as the run's contexts or the crossing reach."""
     spec = from_json(run["spec"])
-    # as far as the cache outweighs the weights, where it does within reach: that is what the picture is about
-    reach = max(*run["contexts"], min(2 * (found[0]["outweighs_at"] or 0), 2**24), 2048)
+    # the picture shows where the cache outweighs the weights, if that is within reach
+    reach = max(*run["contexts"], min(2 * (bills[0]["outweighs_at"] or 0), 2**24), 2048)
     settings = {name: run[name] for name in ("batch", "dtype", "weights_bytes", "window", "n_sink", "rank")}
     return rows(spec, contexts=[2**power for power in range(7, reach.bit_length() + 1)], **settings)

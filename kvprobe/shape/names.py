@@ -1,4 +1,4 @@
-"""Does a configuration say a thing by two names that disagree, or by a name that its family does not read?"""
+"""Does a configuration use two names that disagree, or a name that its family does not read?"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from kvprobe.errors import UnsupportedModelError
 from kvprobe.shape.families import Family
 from kvprobe.shape.reading import NAMES, Reading
 
-# names of single families; transformers reads them in these alone (`Family.reads`)
+# names that transformers reads in single families only (`Family.reads`)
 _FOREIGN = {
     "n_kv_heads": "num_kv_heads n_head_kv n_kv_heads num_attention_groups num_query_groups multi_query_group_num",
     "head_dim": "kv_channels dim_head attention_head_dim",
@@ -17,7 +17,7 @@ _FOREIGN = {
 
 
 def check_names(name: str, config: Mapping[str, Any], family: Family) -> None:
-    """Raise UnsupportedModelError where names disagree on what is kept; one that changes nothing is let pass."""
+    """Raise UnsupportedModelError if names disagree on what is kept; one that changes nothing may pass."""
     words = ["n_layers", "hidden_size"]
     if family.state is None and family.heads is None and name not in ("falcon", "gpt_bigcode"):
         words += ["n_heads", "n_kv_heads", "head_dim"]
@@ -25,8 +25,8 @@ def check_names(name: str, config: Mapping[str, Any], family: Family) -> None:
         also = {"n_layers": ("num_blocks",), "hidden_size": ("embedding_dim",)}.get(word, ()) if name == "xlstm" else ()
         said = {key: config[key] for key in (*NAMES[word], *also) if _is_count(config.get(key))}
         if len(set(said.values())) > 1:
-            (first, one), (second, other) = sorted(said.items(), key=lambda item: item[1])[:: len(said) - 1]
-            raise _refusal(name, f"says {one:,} for {first} and {other:,} for {second}")
+            (first, least), (second, most) = sorted(said.items(), key=lambda item: item[1])[:: len(said) - 1]
+            raise _refusal(name, f"says {least:,} for {first} and {most:,} for {second}")
     if name == "xlstm":
         _check_foreign(name, config, family, {"n_layers": ["num_blocks"], "hidden_size": ["embedding_dim"]})
     elif family.defaults and family.heads != "zamba" and not (family.own_code or family.repository):
@@ -36,12 +36,12 @@ def check_names(name: str, config: Mapping[str, Any], family: Family) -> None:
 def _foreign_to(config: Mapping[str, Any], family: Family) -> dict[str, list[str]]:
     latent = {"v_head_dim", "kv_lora_rank"} if "kv_lora_rank" in family.defaults else set()
     read = {*family.reads, *latent, *(family.defaults.keys() & {"v_head_dim"})}
-    found = {word: [key for key in keys.split() if key not in read] for word, keys in _FOREIGN.items()}
+    foreign = {word: [key for key in keys.split() if key not in read] for word, keys in _FOREIGN.items()}
     if config.get("use_mla") is False:  # then nothing reads them
-        del found["v_head_dim"], found["kv_lora_rank"]
+        del foreign["v_head_dim"], foreign["kv_lora_rank"]
     for word, key in (("n_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim")):
-        found[word] += [key] if key in family.ignores else []
-    return found
+        foreign[word] += [key] if key in family.ignores else []
+    return foreign
 
 
 def _check_foreign(name: str, config: Mapping[str, Any], family: Family, foreign: Mapping[str, list[str]]) -> None:
@@ -56,7 +56,7 @@ def _check_foreign(name: str, config: Mapping[str, Any], family: Family, foreign
 
 
 def _usual(of: Reading, word: str) -> int | None:
-    """What holds of the family without the foreign name; None where nothing is certain."""
+    """What the family would use without the foreign name; None if that is not certain."""
     if word == "kv_lora_rank":
         return None
     own = None if word == "v_head_dim" else of.optional(word, least=0)

@@ -1,4 +1,4 @@
-"""How many parameters has a model, by its configuration alone? The closed form of each family that is known."""
+"""How many parameters does a model have, by its configuration alone? The closed form of each known family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class _Block:
 
 
 _GPT = _Block(norm_vectors=2, qkv_bias=True, out_bias=True, mlp_bias=True, gated=False)
-# what is stated in the configuration (attention_bias and the like) is added to these by `_block`
+# `_block` adds what the configuration states (attention_bias and the like)
 _BLOCKS: dict[str, _Block] = {
     "gpt2": _GPT,
     "gpt_bigcode": _GPT,
@@ -53,7 +53,7 @@ _BLOCKS: dict[str, _Block] = {
     "deepseek_v2": _Block(),
     "deepseek_v3": _Block(),
 }
-# families that read attention_bias, and what it is where the configuration is silent
+# families that read attention_bias, and its default
 _ATTENTION_BIAS = {"gpt_neox": True, "gpt_oss": True}
 _ATTENTION_BIAS |= dict.fromkeys(
     ("llama", "qwen3", "qwen3_next", "gemma", "gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3"), False
@@ -69,16 +69,16 @@ def attention_parameters(
 
 
 def knows(family: str) -> bool:
-    """Whether the closed form of a family stands here, of some of its variants at least."""
+    """Whether this module has the closed form of a family, at least for some of its variants."""
     return family in _BLOCKS
 
 
 def count(spec: "Spec", config: Mapping[str, Any]) -> int | None:
-    """All parameters, tied matrices once; None for a family, or a variant of one, whose closed form is not known.
+    """All parameters, tied matrices once; None for a family or variant whose closed form is not known.
 
     Counts what checkpoints hold: DeepSeek-V3's routing bias is in, its extra layer for multi-token prediction is not.
     """
-    # a null is as good as a key that is not there, but for these
+    # a null is the same as an absent key, except for these
     nulls = ("q_lora_rank", "n_shared_experts", "num_experts")
     config = {key: value for key, value in config.items() if value is not None or key in nulls}
     if not knows(spec.family) or _is_unknown_variant(spec, config):
@@ -143,7 +143,7 @@ def _attention(spec: "Spec", config: Mapping[str, Any], block: _Block) -> int:
 
 
 def _latent_attention(spec: "Spec", config: Mapping[str, Any], block: _Block) -> int:
-    """MLA (DeepSeek-V2, section 2.1): down to the latent and its norm, up to every head, the rotary part beside it."""
+    """MLA (DeepSeek-V2, section 2.1): down to the latent and its norm, up to every head, and the rotary part."""
     rank, rotary = spec.kv_lora_rank or 0, spec.qk_rope_head_dim or 0
     q_rank = config.get("q_lora_rank", 1536)
     hidden, q_width, v_width = spec.hidden_size, spec.n_heads * spec.head_dim, spec.n_heads * spec.v_head_dim
@@ -170,7 +170,7 @@ def linear_widths(config: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
 
 
 def _mlp(spec: "Spec", config: Mapping[str, Any], block: _Block, layer: int) -> int:
-    assert isinstance(spec.intermediate_size, int)  # `count` turned lists away
+    assert isinstance(spec.intermediate_size, int)  # `count` refused lists
     hidden, inner = spec.hidden_size, spec.intermediate_size
     dense = (3 if block.gated else 2) * hidden * inner
     dense += ((2 if block.gated else 1) * inner + hidden) if block.mlp_bias else 0
@@ -184,14 +184,14 @@ def _mlp(spec: "Spec", config: Mapping[str, Any], block: _Block, layer: int) -> 
         step, experts = config.get("decoder_sparse_step", 1), config.get("num_experts", 512)
         if layer in (config.get("mlp_only_layers") or ()) or not experts or (layer + 1) % step:
             return dense
-        each, shared = config.get("moe_intermediate_size", 512), config.get("shared_expert_intermediate_size", 512)
-        return hidden * (experts * (1 + 3 * each) + 3 * shared + 1)
+        width, shared = config.get("moe_intermediate_size", 512), config.get("shared_expert_intermediate_size", 512)
+        return hidden * (experts * (1 + 3 * width) + 3 * shared + 1)
     if spec.family in ("deepseek_v2", "deepseek_v3"):
         third = spec.family == "deepseek_v3"
         if layer < config.get("first_k_dense_replace", 3 if third else 0):
             return dense
         experts = config.get("n_routed_experts", 256 if third else 64)
-        each = config.get("moe_intermediate_size", 2048 if third else 1407)
+        width = config.get("moe_intermediate_size", 2048 if third else 1407)
         shared = config.get("n_shared_experts", 1 if third else 2)
-        return hidden * (experts * (1 + 3 * each) + 3 * (shared or 0) * each) + (experts if third else 0)
+        return hidden * (experts * (1 + 3 * width) + 3 * (shared or 0) * width) + (experts if third else 0)
     return dense

@@ -1,4 +1,4 @@
-"""Which published models are known by shape alone, without a network? Their configurations, with sources."""
+"""Which published models are known by shape, without a network? Their configurations, with sources."""
 
 import tomllib
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from kvprobe.shape.spec import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A published model's shape; there are no weights to it."""
+    """A published model's shape, without weights."""
 
     name: str
     also: tuple[str, ...]
-    """Hub ids and other names that mean the same."""
+    """Hub ids and other names of the same model."""
     source: str
     config: dict[str, Any]
-    """What matters for memory of its ``config.json``."""
+    """The part of its ``config.json`` that matters for memory."""
 
     @property
     def spec(self) -> Spec:
-        """The shape in kvprobe's own words."""
+        """The shape as a `Spec`."""
         return Spec.from_config(self.config)
 
 

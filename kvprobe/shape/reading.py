@@ -1,4 +1,4 @@
-"""What does a configuration say, by whatever name, and is each number of it one that can be?"""
+"""What does a configuration say, by whatever name, and is each of its numbers possible?"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,10 @@ from typing import Any, TypeGuard
 from kvprobe.errors import UnsupportedModelError
 
 MAX_LAYERS = 10_000
-# far above any model, and far below where products of three would leave what JSON readers take
+# far above any model, and small enough that JSON readers take a product of three
 MAX_COUNT = 2**40
 
-# one word of ours, and what configurations call it
+# our word for a number, and what configurations call it
 NAMES: dict[str, tuple[str, ...]] = {
     word: tuple(names.split())
     for word, names in {
@@ -32,13 +32,13 @@ NAMES: dict[str, tuple[str, ...]] = {
         "tied": "tie_word_embeddings",
     }.items()
 }
-# these must be 1 or more wherever they are given; elsewhere in NAMES a 0 is as good as nothing
+# these must be at least 1 if given; for the other NAMES a 0 is the same as absent
 _POSITIVE = ("n_layers", "n_heads", "hidden_size", "vocab_size", "max_positions")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One configuration with what its family leaves out: ``config`` by its own keys, ``words`` by those of `NAMES`."""
+    """One configuration with its family's defaults: ``config`` by its own keys, ``words`` by those of `NAMES`."""
 
     family: str
     config: Mapping[str, Any]
@@ -48,35 +48,34 @@ class Reading:
     def of(cls, family: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> "Reading":
         """``config`` laid over the family's ``defaults``, its words checked.
 
-        Raises UnsupportedModelError for a number that cannot be.
+        Raises UnsupportedModelError for an impossible number.
         """
         words = {word: value for word, value in defaults.items() if word in NAMES}
-        whole = {key: value for key, value in defaults.items() if key not in NAMES or key in NAMES[key]} | dict(config)
+        filled = {key: value for key, value in defaults.items() if key not in NAMES or key in NAMES[key]} | dict(config)
         for word, names in NAMES.items():
             for name in names:
                 if name in config:  # null counts: a null window is no window, a null n_inner the usual width
                     words[word] = config[name]
                     break
-        found = cls(family, whole, words)
+        reading = cls(family, filled, words)
         for word in NAMES:
             if word not in ("tied", "intermediate_size") and not _is_list(words.get(word)):
-                found._check(word, words.get(word), least=1 if word in _POSITIVE else 0)
-        return found
+                reading._check(word, words.get(word), least=1 if word in _POSITIVE else 0)
+        return reading
 
     def number(self, *keys: str, least: int = 1) -> int:
-        """The whole number under the first of ``keys``, of the configuration or of `NAMES`, that says one.
+        """The integer under the first of ``keys``, of the configuration or of `NAMES`, that is set.
 
-        Raises UnsupportedModelError where none does or what stands there is no such number.
+        Raises UnsupportedModelError if none is set, or if the value is not an integer of at least ``least``.
         """
-        found = self.optional(*keys, least=least)
-        if found is None:
-            also = f" (also called {', '.join(NAMES[keys[0]])})" if keys[0] in NAMES else ""
+        value = self.optional(*keys, least=least)
+        if value is None:
             also = _also(keys[0])
             raise self.refusal(f"does not say {keys[0]}{also}, and kvprobe knows no default for the family")
-        return found
+        return value
 
     def optional(self, *keys: str, least: int = 1) -> int | None:
-        """As `number`, and None where none of ``keys`` is said."""
+        """As `number`, but None if none of ``keys`` is set."""
         for key in keys:
             value = self.words.get(key) if key in NAMES else None
             value = self.config.get(key) if value is None else value
@@ -86,14 +85,14 @@ class Reading:
         return None
 
     def factor(self, *keys: str) -> float:
-        """The number above 0 under the first of ``keys`` that says one; refused where none does."""
+        """The number above 0 under the first of ``keys`` that is set; refused if none is."""
         for key in keys:
-            if (found := self.real(key)) is not None:
-                return found
+            if (value := self.real(key)) is not None:
+                return value
         raise self.refusal(f"does not say {keys[0]}, and kvprobe knows no default for the family")
 
     def real(self, key: str) -> float | None:
-        """The finite number above 0 under ``key``, None where there is none."""
+        """The finite number above 0 under ``key``; None if absent."""
         value = self.config.get(key)
         if value is None:
             return None
@@ -111,16 +110,16 @@ class Reading:
         return bool(value)
 
     def sequence(self, key: str) -> Sequence[Any] | None:
-        """The list (or string of letters) under ``key``, None where there is none."""
+        """The list (or string of letters) under ``key``; None if absent."""
         value = self.config.get(key)
         if value is None:
             return None
         if not isinstance(value, (list, tuple, str)) or not value:
-            raise self.refusal(f"says {_short(value)} for {key}: it must be a list that is not empty")
+            raise self.refusal(f"says {_short(value)} for {key}: it must be a non-empty list")
         return value
 
     def numbers(self, key: str, least: int = 0) -> list[int] | None:
-        """The whole numbers under ``key``, None where there are none."""
+        """The integers under ``key``; None if absent."""
         value = self.sequence(key)
         if value is not None and (isinstance(value, str) or None in value):
             raise self.refusal(f"says {_short(value)} for {key}: it must be a list of whole numbers")
@@ -129,7 +128,7 @@ class Reading:
         return None if value is None else [int(item) for item in value]
 
     def part(self, key: str) -> "Reading":
-        """What stands under ``key`` as a configuration of its own; empty where nothing does."""
+        """The object under ``key`` as a configuration of its own; empty if absent."""
         value = self.config.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.refusal(f"says {_short(value)} for {key}: it must be an object")
@@ -137,26 +136,26 @@ class Reading:
 
     @property
     def n_layers(self) -> int:
-        """Layers, at most `MAX_LAYERS`."""
+        """The number of layers, at most `MAX_LAYERS`."""
         n_layers = self.number("n_layers")
         if n_layers > MAX_LAYERS:
             raise self.refusal(f"says {n_layers:,} for n_layers: kvprobe reads at most {MAX_LAYERS:,} layers")
         return n_layers
 
     def refusal(self, what: str) -> UnsupportedModelError:
-        """The error that says so of this configuration."""
+        """The error that says ``what`` about this configuration."""
         return UnsupportedModelError(f"the configuration of this {self.family} model {what}")
 
     def _check(self, key: str, value: Any, least: int) -> None:
-        # None stands for a key that is not there
-        whole = not isinstance(value, bool) and isinstance(value, int)
-        if value is not None and not (whole and least <= value <= MAX_COUNT):
+        # None: the key is absent
+        is_int = not isinstance(value, bool) and isinstance(value, int)
+        if value is not None and not (is_int and least <= value <= MAX_COUNT):
             also = _also(key)
-            limit = f", at least {least}" if not whole or value < least else f", at most {MAX_COUNT:,}"
+            limit = f", at least {least}" if not is_int or value < least else f", at most {MAX_COUNT:,}"
             raise self.refusal(f"says {_short(value)} for {key}{also}: it must be a whole number{limit}")
 
 
-# of what `kvprobe.shape.parameters` reads: whole numbers, 0 for none
+# integers that `kvprobe.shape.parameters` reads; 0 means none
 _COUNTS = """
 num_local_experts num_experts n_routed_experts n_shared_experts moe_intermediate_size first_k_dense_replace
 shared_expert_intermediate_size q_lora_rank word_embed_proj_dim linear_num_key_heads linear_num_value_heads
@@ -166,14 +165,14 @@ expansion_ratio
 
 
 def check_mlp(reading: Reading) -> None:
-    """Refuse a width of the MLP that cannot be, or one of a list of them."""
+    """Refuse an impossible width of the MLP, or such a one in a list of them."""
     widths = reading.words.get("intermediate_size")
     for width in widths if _is_list(widths) else (widths,):
         reading._check("intermediate_size", width, least=0)
 
 
 def check_counted(reading: Reading) -> None:
-    """Refuse what the count of parameters would stumble over: keys that it reads and `Reading.of` does not."""
+    """Refuse bad values of the keys that only the count of parameters reads."""
     for key in _COUNTS.split():
         reading.optional(key, least=0)
     if reading.config.get("decoder_sparse_step") == 0:

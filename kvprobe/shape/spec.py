@@ -1,4 +1,4 @@
-"""What shape has a model, by its configuration alone: layers, heads, widths, positions, windows?"""
+"""What shape does a model have, by its configuration alone: layers, heads, widths, positions, windows?"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from kvprobe.shape.layers import Layer, as_runs, from_runs
 from kvprobe.shape.names import check_names
 from kvprobe.shape.reading import NAMES, Reading, check_counted, check_mlp
 
-# where the text part of a multimodal configuration stands, and the family of it where it does not say itself
+# the keys of a multimodal configuration's text part, and that part's family if it does not name one
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "text_model_config")
 _TEXT_FAMILIES = {
     "aria": "aria_text",
@@ -39,48 +39,48 @@ _TEXT_FAMILIES = {
     "video_llava": "llama",
     "vipllava": "llama",
 }
-# families that write the same as another
+# families whose configurations are written like another's
 _SAME = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The shape of a decoder-only language model; what each layer keeps stands once, in `layers`."""
+    """The shape of a decoder-only language model; what each layer keeps is in `layers`."""
 
     family: str
-    """The configuration's ``model_type``; of a multimodal model, that of its text part."""
+    """The configuration's ``model_type``; for a multimodal model, that of its text part."""
     support: str
-    """``known``: read as the family's authors mean it; ``plain``: by keys that every family has and no others."""
+    """``known``: read as the family's authors mean it; ``plain``: only by keys that every family has."""
     layers: tuple[Layer, ...]
-    """What each layer keeps, in order; of a layer with two attentions (LongCat-Flash) one for each."""
+    """What each layer keeps, in order; a layer with two attentions (LongCat-Flash) has two entries."""
     n_heads: int
-    """Query heads of the first layer with attention, as are the next three; 0 of a model without any."""
+    """Query heads; like the next three fields, of the first layer with attention, and 0 without any."""
     n_kv_heads: int
     head_dim: int
-    """Of a realized query or key: not hidden_size / n_heads in general; under MLA the rotary part is included."""
+    """Of a realized query or key: not hidden_size / n_heads in general; under MLA it includes the rotary part."""
     v_head_dim: int
     hidden_size: int
     intermediate_size: int | tuple[int, ...]
-    """Of the MLP, or one a layer (Gemma 3n)."""
+    """Of the MLP; a tuple of one a layer for Gemma 3n."""
     vocab_size: int
     max_positions: int | None
-    """The positions the model has, or was trained on; None where distances have no limit (ALiBi)."""
+    """The positions the model has, or was trained on; None if distances have no limit (ALiBi)."""
     position: str
     """``learned``, ``rope``, ``alibi`` or ``none``."""
     rope_theta: float | None
     rope_theta_local: float | None
-    """Of the sliding layers where it differs (Gemma 3)."""
+    """Of the sliding layers, if it differs (Gemma 3)."""
     kv_lora_rank: int | None
-    """MLA: the width of the latent that K and V are made from; None elsewhere."""
+    """MLA: the width of the latent that K and V are made from; otherwise None."""
     qk_rope_head_dim: int | None
     tied: bool
     """Whether the output head is the embedding matrix."""
     n_parameters: int | None = None
-    """By the family's closed form (`kvprobe.shape.parameters`); None where it is not known."""
+    """By the family's closed form (`kvprobe.shape.parameters`); None if that is not known."""
 
     @property
     def n_layers(self) -> int:
-        """How many layers there are in `layers`."""
+        """The number of `layers`."""
         return len(self.layers)
 
     @cached_property
@@ -90,12 +90,12 @@ class Spec:
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The keys that a query of each layer sees, itself counted; None: all of them, or a layer without keys."""
+        """The keys that a query of each layer sees, its own counted; None: all of them, or a layer without keys."""
         return tuple(layer.limit for layer in self.layers)
 
     @cached_property
     def keeps_plain_kv(self) -> bool:
-        """Whether every layer keeps K and V of its own, of the same heads and one width, and nothing else."""
+        """Whether every layer keeps its own K and V, of the same heads and width, and nothing else."""
         return all(
             layer.kind in ("full", "sliding", "chunked")
             and (layer.n_kv_heads, layer.head_dim) == (self.n_kv_heads, self.head_dim)
@@ -116,11 +116,11 @@ class Spec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Spec":
-        """The shape in a ``config.json``, with the family's defaults where a key is absent.
+        """The shape in a ``config.json``, with the family's defaults for absent keys.
 
-        Raises UnsupportedModelError for a configuration without ``model_type``, one that leaves out what is not known
-        of its family, numbers that cannot be, models without a decoder-only KV cache, and keys that could change what
-        layers keep in a family that is not known to read them (`kvprobe.shape.families`).
+        Raises UnsupportedModelError for a configuration without ``model_type``, an absent key without a known default,
+        impossible numbers, models without a decoder-only KV cache, and keys that could change what layers keep in a
+        family that is not known to read them (`kvprobe.shape.families`).
         """
         name, config = _text_part(config)
         families.refuse_others(name, config)
@@ -159,21 +159,21 @@ class Spec:
 
 
 def _text_part(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The language model's family and configuration, through as many wrappers as there are."""
+    """The language model's family and configuration, inside any wrappers."""
     for _ in range(4):
         family = config.get("model_type")
         for key in _TEXT_PARTS:
             part = config.get(key)
             if isinstance(part, Mapping) and part:
                 if "model_type" not in part and any(name in config for name in NAMES["n_layers"]):
-                    continue  # the whole says it all itself
+                    continue  # the outer configuration is complete
                 inner = {"model_type": _TEXT_FAMILIES.get(str(family), family), **part}
                 config = {"tie_word_embeddings": config.get("tie_word_embeddings", True)} | inner
                 break
         else:
             break
     if not isinstance(family := config.get("model_type"), str):
-        raise UnsupportedModelError("the configuration names no model_type, so its family is not known")
+        raise UnsupportedModelError("the configuration has no model_type, so its family is unknown")
     return _SAME.get(family, family), config
 
 
@@ -200,7 +200,7 @@ def _position(of: Reading, family: Family, first: Layer) -> str:
 
 
 def _thetas(of: Reading) -> tuple[float, float | None]:
-    """The base of the rotary angles: of the full layers, and of the sliding ones where theirs is another."""
+    """The base of the rotary angles: of the full layers, and of the sliding layers if it differs."""
     rope = of.part("rope_parameters")
     full, sliding = (rope.part(kind) for kind in ("full_attention", "sliding_attention"))
     if full.config:  # one set of parameters a kind of layer, since transformers 5
@@ -214,7 +214,7 @@ def _thetas(of: Reading) -> tuple[float, float | None]:
 
 
 def to_json(spec: Spec) -> dict[str, Any]:
-    """The shape as a run record keeps it, its layers as runs of equal ones."""
+    """The shape as a run record keeps it, with its layers as runs of equal ones."""
     fields = {name: value for name, value in vars(spec).items() if name in Spec.__dataclass_fields__}
     widths = spec.intermediate_size
     return fields | {

@@ -1,6 +1,6 @@
-"""How large is what a layer without growing K and V carries from token to token? In elements: its state, its inputs.
+"""How many elements does a layer without growing K and V carry from token to token? Its state and its inputs.
 
-Each rule gives ``state``, which sums over tokens and is kept in float32, and ``conv``, the last inputs that a short
+Each rule returns ``state``, which sums over tokens and is kept in float32, and ``conv``, the last inputs that a short
 convolution or a token shift still needs, the newest token's included, as transformers keeps them.
 """
 
@@ -12,9 +12,9 @@ Sizes = tuple[int, int]
 
 
 def _mamba1(of: Reading) -> Sizes:
-    """Every channel has a state of its own; the input alone is convolved (Gu and Dao, 2023)."""
+    """Every channel has its own state; only the input is convolved (Gu and Dao, 2023)."""
     channels = int(of.factor("expand", "mamba_expand") * of.number("hidden_size"))
-    # of a model that is Mamba alone its width may be said outright; elsewhere that is the MLP's
+    # a pure Mamba model may state its width here; elsewhere it is the MLP's
     if of.config.get("mamba_expand") is None:
         channels = of.optional("intermediate_size", least=0) or channels
     return channels * of.number("state_size", "mamba_d_state"), channels * of.number("conv_kernel", "mamba_d_conv")
@@ -61,7 +61,7 @@ def _lightning(of: Reading) -> Sizes:
 
 
 def _gla(of: Reading) -> Sizes:
-    """Gated linear attention and its kin in flash-linear-attention: heads of key × value, widths shared out."""
+    """Gated linear attention and its kin in flash-linear-attention: heads of key × value, which divide the widths."""
     heads, hidden = of.number("num_heads"), of.number("hidden_size")
     keys, values = int(of.factor("expand_k") * hidden), int(of.factor("expand_v") * hidden)
     conv = (2 * keys + values) * of.number("conv_size") if of.flag("use_short_conv") else 0
@@ -100,7 +100,7 @@ def _rwkv(of: Reading) -> Sizes:
         return keys * values // of.number("num_heads"), 2 * hidden
     widths = of.config.get("value_dim")
     if widths is not None and {hidden} != set(of.numbers("value_dim") or () if isinstance(widths, list) else [widths]):
-        raise of.refusal(f"says value_dim, which kvprobe reads only where it is the hidden_size of {hidden}")
+        raise of.refusal(f"says value_dim, which kvprobe reads only if it equals the hidden_size, {hidden}")
     return (of.optional("attention_hidden_size") or hidden) * of.number("head_dim", "head_size"), 2 * hidden
 
 

@@ -1,4 +1,4 @@
-"""Which keys of a configuration could change what layers keep, in a family that is not known to read them?"""
+"""Which keys of a configuration could change what layers keep, in a family not known to read them?"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from kvprobe.shape.reading import NAMES
 
-# read by everyone, or without bearing on the cache although it sounds so
+# read in every family, or without effect on the cache although they sound like it
 _UNDERSTOOD_KEYS = """
 model_type use_cache layer_types use_sliding_window max_window_layers q_lora_rank n_group topk_group
 decoder_sparse_step num_expert_group num_expert_groups no_rope_layers no_rope_layer_interval embd_index
@@ -15,7 +15,7 @@ pre_allocate_kv_cache use_mla head_bias lm_head_bias group_norm low_cpu_mem_usag
 sep_index pad_index pad_idx compression_config sparsity_config skip_special_tokens skip_prompt skip_bias_add
 conv_template conversation_template state_dict chunkwise_kernel cache_dir global_view_pos hidden_states
 """
-# of every configuration of transformers, 4 and 5: how it was saved, and how to generate with it
+# in every configuration of transformers 4 and 5: how it was saved, and how to generate with it
 _SAVED_KEYS = """
 _commit_hash architectures assistant_early_exit bad_words_ids begin_suppress_tokens
 cache_config cache_implementation chunk_size_feed_forward continuous_batching_config do_sample dola_layers
@@ -27,12 +27,12 @@ xla_device
 """
 _UNDERSTOOD = frozenset((*_UNDERSTOOD_KEYS.split(), *_SAVED_KEYS.split()))
 _WORDS = frozenset(name for names in NAMES.values() for name in names)
-# of `NAMES`, what says nothing of the cache: inside another object these are harmless, and the others not
+# those of `NAMES` that do not concern the cache: only these are harmless inside another object
 _NOT_KEPT = frozenset(
     name for word in ("intermediate_size", "vocab_size", "max_positions", "tied") for name in NAMES[word]
 )
 
-# sounds harmless, and is not
+# sounds harmless, but is not
 _ALWAYS = re.compile(r"^tie_(kv|key)|softmax_(attn_|attention_)?layers|k_eq_v")
 _SUSPECT = re.compile(
     r"window|sliding|swa|local|global|chunk|layer_type|layers_|block_type|pattern|hybrid|period|offset|interval|every"
@@ -53,61 +53,61 @@ _HARMLESS = re.compile(
     r"|context_(window|size)|(bos|eos|pad|mask|sep|cls|unk)_idx|(log|save|eval)_interval|conv_version|chunksize"
     r"|shared?_\w*(input|output)|layers_to_transform|unfrozen|freeze|_local_path"
 )
-# with a 1 these leave every layer and token as they are: one step, one in one
+# at 1 these change nothing: one step, one in one
 _IN_ONE = re.compile(r"(?<!expand_)(ratio|factor|steps|repeats|freq|stride|loops|interval|period)$")
 # objects that say how layers are made; others (a resampler, an adapter) are not looked into
 _OF_LAYERS = re.compile(r"att|layer|block|ssm|mixer|decoder|transformer|backbone|^model_config$|^config$")
 
 
 def suspects(config: Mapping[str, Any]) -> Iterator[str]:
-    """The keys that could change what layers keep, those inside an object as ``attn_config.kv_n_heads``."""
+    """The keys that could change what layers keep; one inside an object as ``attn_config.kv_n_heads``."""
     return _suspects(config, config, "")
 
 
-def _suspects(config: Mapping[str, Any], whole: Mapping[str, Any], within: str) -> Iterator[str]:
-    listed = is_said(whole.get("layer_types"))
+def _suspects(config: Mapping[str, Any], outer: Mapping[str, Any], within: str) -> Iterator[str]:
+    listed = is_said(outer.get("layer_types"))
     for key, value in config.items():
         name = str(key).lower()
         if not is_said(value) or (value == 1 and value is not True and _IN_ONE.search(name)):
             continue
         if listed and name.endswith("sliding_window_pattern"):
             continue
-        if _is_suspect(name, value, whole, inside=bool(within)):
+        if _is_suspect(name, value, outer, inside=bool(within)):
             yield f"{within}{key}"
         elif isinstance(value, Mapping) and _OF_LAYERS.search(name) and not _is_harmless(name):
-            yield from _suspects(value, whole, f"{within}{key}.")
+            yield from _suspects(value, outer, f"{within}{key}.")
 
 
-def _is_suspect(name: str, value: Any, whole: Mapping[str, Any], *, inside: bool) -> bool:
+def _is_suspect(name: str, value: Any, outer: Mapping[str, Any], *, inside: bool) -> bool:
     if name in _WORDS:
-        # what another object says of heads and widths is nothing new only where the whole says the same
-        return inside and name not in _NOT_KEPT and whole.get(name) != value
-    if name == "qk_head_dim" and is_said(whole.get("kv_lora_rank")):
-        # MLA's, which says the sum of two others again
-        return bool(value != sum(whole.get(part) or 0 for part in ("qk_nope_head_dim", "qk_rope_head_dim")))
+        # heads and widths in an inner object are no news only if the outer configuration says the same
+        return inside and name not in _NOT_KEPT and outer.get(name) != value
+    if name == "qk_head_dim" and is_said(outer.get("kv_lora_rank")):
+        # MLA's, the sum of two other keys
+        return bool(value != sum(outer.get(part) or 0 for part in ("qk_nope_head_dim", "qk_rope_head_dim")))
     if _ALWAYS.search(name):
         return True
     if _is_harmless(name):
         return False
-    return _SUSPECT.search(name) is not None or _is_one_a_layer(name, value, whole)
+    return _SUSPECT.search(name) is not None or _is_one_a_layer(name, value, outer)
 
 
 def _is_harmless(name: str) -> bool:
     return name in _UNDERSTOOD or _HARMLESS.search(name) is not None
 
 
-def _is_one_a_layer(name: str, value: Any, whole: Mapping[str, Any]) -> bool:
-    """Whether it lists words or objects, one a layer, or objects that are called layers or blocks."""
+def _is_one_a_layer(name: str, value: Any, outer: Mapping[str, Any]) -> bool:
+    """Whether it lists words or objects, one a layer, or objects called layers or blocks."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         return False
     if all(isinstance(item, Mapping) for item in value) and re.search(r"layer|block", name):
         return True
-    n_layers = next((whole[key] for key in NAMES["n_layers"] if whole.get(key) is not None), None)
+    n_layers = next((outer[key] for key in NAMES["n_layers"] if outer.get(key) is not None), None)
     return len(value) == n_layers and all(isinstance(item, (str, Mapping)) for item in value)
 
 
 def is_said(value: Any) -> bool:
-    """Whether a key does anything: not with null, false, 0, or nothing but those."""
+    """Whether a key has an effect: its value is not null, false, 0, or made of those alone."""
     if isinstance(value, Mapping):
         return any(is_said(item) for item in value.values())
     if isinstance(value, (list, tuple)):

@@ -1,1 +1,1 @@
-"""Which token ids are read? Texts, the passages cut from them, and corpora to train on."""
+"""Which token ids are read? Texts, passages cut from them, and corpora to train on."""

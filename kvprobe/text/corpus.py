@@ -1,8 +1,8 @@
-"""What does a small model train on, and what is kept from it? One text as ids, its windows cut at stride 1.
+"""What does a small model train on, and what is held out? One text as ids, cut into windows at stride 1.
 
-The published split (Dive into Deep Learning's time machine): windows of ``length + 1`` ids that start at every id,
-the first ``n_train`` to train on and the next ``n_valid`` to validate on. Windows overlap, so the first ``length``
-of the validation windows begin inside the last training windows; their targets up to that point were trained on.
+The published split (Dive into Deep Learning's time machine): a window of ``length + 1`` ids starts at every id; the
+first ``n_train`` windows are for training and the next ``n_valid`` for validation. Windows overlap, so the first
+``length`` validation windows begin inside the last training windows, and their targets up to there were trained on.
 """
 
 import re
@@ -21,21 +21,21 @@ from kvprobe.text.tokenizing import guarded, name_of
 
 UNKNOWN = "<unknown>"
 LETTERS = (UNKNOWN, " ", *"abcdefghijklmnopqrstuvwxyz")
-"""The published character vocabulary: 28 symbols, the unknown counted."""
+"""The published character vocabulary: 28 symbols, including the unknown one."""
 
-# a text may have a few letters of other alphabets (the published one turns them into spaces), not be made of them
+# a text may have a few letters of other alphabets, which become spaces, but not be made of them
 MOST_FOREIGN = 0.01
 BYTES_A_CHARACTER = 64
-"""More than a text has, be it mostly of what becomes a space."""
+"""More than any text has, even one that mostly becomes spaces."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Ids of one text and how they are split. ``ids`` is int64 ``[n]``; a window is ``length`` ids and the one after.
+    """Ids of one text and their split. ``ids`` is int64 ``[n]``; a window is ``length`` ids and the next one.
 
-    ``kind`` says how the text became ids, ``vocab`` how many ids there are; ``name``, ``sha256`` and ``cut`` are the
-    text's. Raises KvprobeError where the text has fewer windows than ``n_train + n_valid``, and for an id outside the
-    vocabulary; ValueError for sizes below 1.
+    ``kind`` is how the text became ids, ``vocab`` the number of possible ids; ``name``, ``sha256`` and ``cut`` are the
+    text's. Raises KvprobeError for a text with fewer windows than ``n_train + n_valid`` or an id outside the
+    vocabulary, ValueError for sizes below 1.
     """
 
     name: str
@@ -57,21 +57,21 @@ class Corpus:
             cut = "" if self.cut is None else f" ({self.cut})"
             raise KvprobeError(
                 f"{self.name} is too small: {self.n_train:,} windows to train and {self.n_valid:,} to validate, of "
-                f"{self.length} + 1, need {needed:,} {self.kind} and it has {len(self.ids):,}{cut}; give a longer "
+                f"{self.length} + 1, need {needed:,} {self.kind}, but it has {len(self.ids):,}{cut}; give a longer "
                 "text, or ask for fewer windows"
             )
         if (highest := int(self.ids.max())) >= self.vocab:
-            raise KvprobeError(f"{self.name} has the id {highest:,}, and the vocabulary {self.vocab:,} ids")
+            raise KvprobeError(f"{self.name} has the id {highest:,}, but the vocabulary only {self.vocab:,} ids")
 
     def windows(self, starts: Tensor) -> Tensor:
         """The windows that begin at ``starts`` ``[n]``: int64 ``[n, length + 1]``, the last column only a target."""
         return self.ids[starts[:, None] + torch.arange(self.length + 1)]
 
     def train_batch(self, step: int, *, batch: int, seed: int) -> Tensor:
-        """The windows of one training step, int64 ``[batch, length + 1]``: a function of ``seed`` and ``step`` alone.
+        """The windows of one training step, int64 ``[batch, length + 1]``: a function only of ``seed`` and ``step``.
 
-        Every epoch is shuffled anew and read without its last, incomplete batch. Nothing of a model enters, so that
-        two models trained with one seed read the same batches in the same order, also after a resume.
+        Every epoch is shuffled anew and read without its last, incomplete batch. Two models trained with the same seed
+        read the same batches in the same order, even after a resume.
         """
         a_epoch = self.n_train // batch
         if not a_epoch:
@@ -86,7 +86,7 @@ class Corpus:
         return self.windows(torch.arange(self.n_train, self.n_train + self.n_valid))
 
     def record(self) -> Mapping[str, Any]:
-        """What a run record says of it: name, fingerprint and split, never a path; ``text_cut`` where that applies."""
+        """The corpus in a run record: name, fingerprint and split, never a path; ``text_cut`` if that applies."""
         cut = {} if self.cut is None else self.cut.record()
         return cut | {
             "corpus": self.name,
@@ -100,34 +100,34 @@ class Corpus:
 
 
 def enough(n_windows: int, length: int) -> int:
-    """Bytes in which a text has so many windows of ``length`` characters and the one after."""
+    """Bytes that are enough for ``n_windows`` windows of ``length`` characters and the next one."""
     return BYTES_A_CHARACTER * (n_windows + length)
 
 
 def characters(text: Text, **split: int) -> Corpus:
-    """The published character corpus: every run of anything but A to Z becomes one space, the rest lower case.
+    """The published character corpus: every run of anything but letters A to Z becomes one space, the rest lower case.
 
-    ``split`` gives ``length``, ``n_train`` and ``n_valid``. Raises KvprobeError, beside what :class:`Corpus` raises,
-    for a text without letters, and for one of another alphabet, most of which would become spaces.
+    ``split`` gives ``length``, ``n_train`` and ``n_valid``. Raises as :class:`Corpus` does, and KvprobeError for a text
+    without letters or in another alphabet, most of which would become spaces.
     """
-    # a letter's accent may be a character of its own
+    # a letter's accent may be a separate character
     letters = [character for character in text.text if character.isalpha() or unicodedata.combining(character)]
     if not letters:
-        raise KvprobeError(f"{text.name} has no letters, of which alone this corpus is made: give an English text")
+        raise KvprobeError(f"{text.name} has no letters, and this corpus is made of letters only: give an English text")
     foreign = [character for character in letters if not character.isascii()]
     if len(foreign) > MOST_FOREIGN * len(letters):
         named = ", ".join(repr(character) for character in sorted(set(foreign))[:5])
         raise KvprobeError(
             f"the vocabulary of {len(LETTERS)} symbols misses {len(foreign) / len(letters):.0%} of the letters of "
-            f"{text.name} (such as {named}), which would all become spaces; give an English text, or one transliterated"
+            f"{text.name} (such as {named}), which would all become spaces; give an English or a transliterated text"
         )
     return spelled(text, re.sub("[^A-Za-z]+", " ", text.text).lower(), vocabulary=LETTERS, **split)
 
 
 def spelled(text: Text, characters: str, *, vocabulary: tuple[str, ...], **split: int) -> Corpus:
-    """A corpus of ``characters`` made from ``text``, each the id of its place in ``vocabulary``.
+    """A corpus of ``characters`` made from ``text``; a character's id is its place in ``vocabulary``.
 
-    Raises KvprobeError naming the characters that the vocabulary misses: none becomes the unknown silently.
+    Raises KvprobeError naming characters that the vocabulary misses: none silently becomes the unknown one.
     """
     place = {symbol: i for i, symbol in enumerate(vocabulary)}
     if missing := sorted(set(characters) - place.keys()):
@@ -141,7 +141,7 @@ def spelled(text: Text, characters: str, *, vocabulary: tuple[str, ...], **split
 
 
 def tokens(text: Text, tokenizer: Tokenizer, **split: int) -> Corpus:
-    """A corpus of a tokenizer's ids, with no mark put before them; the vocabulary is the tokenizer's whole."""
+    """A corpus of a tokenizer's ids over its full vocabulary, with no mark added in front."""
     with guarded(name_of(tokenizer)):
         given = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
         ids = tokenizer(text.text, **given)["input_ids"]

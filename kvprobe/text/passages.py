@@ -1,4 +1,4 @@
-"""Which token ids does an analysis read, from which text, and what stands in front of them?"""
+"""Which token ids does an analysis read, from which text, and what is put in front of them?"""
 
 import hashlib
 from collections.abc import Container, Sequence
@@ -13,20 +13,20 @@ from kvprobe.text.texts import Cut, Text, read_text
 from kvprobe.text.tokenizing import guarded, name_of
 
 __all__ = [
-    "Bos", "Passage", "Text", "Tokenizer", "control", "cut_before", "encode", "enough", "front_ids", "front_of",
+    "Bos", "Passage", "Text", "Tokenizer", "bos_ids", "control", "cut_before", "encode", "enough", "front_of",
     "heldout", "marks", "notices", "own_marks", "random_ids", "read_text", "repeat_ids", "run_record", "whole",
 ]  # fmt: skip
 
 Bos = Literal["auto", "add", "drop"]
 
 MARGIN = 16
-"""Ids at the end of an encoded prefix that are never used (see ``encode``)."""
+"""Ids at the end of an encoded prefix that are not used (see ``encode``)."""
 BYTES_A_TOKEN = 1024
-"""More than the longest token of any vocabulary in use (256 spaces, or as many letters of up to 4 bytes)."""
+"""More than the longest token of any vocabulary in use (256 spaces, or 256 letters of up to 4 bytes)."""
 
 
 class Tokenizer(Protocol):
-    """What is used of a tokenizer, as transformers names it."""
+    """The part of a transformers tokenizer that is used."""
 
     bos_token_id: Any
     all_special_ids: Any
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Return the size of the vocabulary with added tokens."""
+        """Return the size of the vocabulary, added tokens included."""
         ...
 
 
@@ -44,10 +44,10 @@ class Tokenizer(Protocol):
 class Passage:
     """Token ids cut from a text.
 
-    ``ids`` is int64 ``[n_tokens]``. ``marks`` are the ids that begin a sequence: the tokenizer's BOS, and what it puts
-    before a text by itself (a few have two). The first ``n_added`` ids were put before the text; ``bos`` is the policy
-    asked for. What stands first, whoever put it there, is read off the ids. ``offset`` counts the text's tokens
-    skipped before the passage. ``name``, ``sha256`` and ``cut`` are the text's.
+    ``ids`` is int64 ``[n_tokens]``. ``marks`` are the ids that begin a sequence: the tokenizer's BOS, and what it adds
+    before a text by itself (a few add two). The first ``n_added`` ids were added before the text; ``bos`` is the policy
+    asked for. What comes first, whoever added it, is read from the ids. ``offset`` counts the text's tokens skipped
+    before the passage. ``name``, ``sha256`` and ``cut`` are the text's.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Passage:
 
     @property
     def n_tokens(self) -> int:
-        """Ids in the passage, those in front of the text counted."""
+        """Ids in the passage, including those in front of the text."""
         return len(self.ids)
 
     @property
@@ -75,17 +75,17 @@ class Passage:
 
     @property
     def n_front(self) -> int:
-        """How many marks the ids begin with: 0 or, with a BOS, 1 (a few tokenizers have more)."""
+        """How many marks the ids begin with: 0, or 1 with a BOS (a few tokenizers have more)."""
         return next((i for i in range(self.n_tokens) if int(self.ids[i]) not in self.marks), self.n_tokens)
 
     @property
     def has_bos(self) -> bool:
-        """Whether the first id is a mark, be it the tokenizer's or the text's."""
+        """Whether the first id is a mark, either the tokenizer's or the text's."""
         return self.n_front > 0
 
     @property
     def bos_in_text(self) -> bool:
-        """Whether a mark at the beginning stands in the text itself, as in one made with a chat template."""
+        """Whether a mark at the beginning is part of the text, as in one made with a chat template."""
         return self.n_front > self.n_added
 
     @property
@@ -95,22 +95,22 @@ class Passage:
 
     @property
     def first_content_id(self) -> int:
-        """The first id that is no mark: an ordinary token, for ``repeat_ids``."""
+        """The first id that is not a mark: an ordinary token, for ``repeat_ids``."""
         if self.n_front == self.n_tokens:
-            raise KvprobeError(f"the passage of {self.name} holds begin-of-sequence marks alone: ask for more tokens")
+            raise KvprobeError(f"the passage of {self.name} holds only begin-of-sequence marks: ask for more tokens")
         return int(self.ids[self.n_front])
 
 
 def run_record(passage: Passage) -> dict[str, Any]:
-    """What a run says of its passage: names and fingerprints, never a path.
+    """The passage in a run record: names and fingerprints, never a path.
 
-    ``bos_in_text`` and ``text_cut`` are there only where they apply.
+    ``bos_in_text`` and ``text_cut`` are present only if they apply.
     """
     record: dict[str, Any] = {
         "passage": passage.name,
         "passage_sha256": passage.sha256,
         "passage_offset": passage.offset,
-        # what the model really read: the same text has other ids under another tokenizer, and random ids have no text
+        # what the model actually read: another tokenizer gives other ids, and random ids have no text
         "ids_sha256": hashlib.sha256(passage.ids.numpy().tobytes()).hexdigest(),
         "n_tokens": passage.n_tokens,
         "bos": passage.bos,
@@ -122,13 +122,13 @@ def run_record(passage: Passage) -> dict[str, Any]:
 
 
 def notices(passage: Passage) -> list[str]:
-    """What a user should know of a passage who did not ask for it, a sentence each."""
+    """What a user should know about a passage and may not expect, one sentence each."""
     said = []
     if passage.bos_in_text:
         said.append(own_marks(passage.name, passage.n_front - passage.n_added))
     later = [i for i in range(passage.n_front, passage.n_tokens) if int(passage.ids[i]) in passage.marks]
     if later:
-        first = "behind that at token 0" if passage.has_bos else "and token 0 is none"
+        first = "after the one at token 0" if passage.has_bos else "and token 0 is not one"
         said.append(f"{passage.name} holds a begin-of-sequence mark at token {later[0]:,}, {first}")
     if passage.cut is not None and not passage.cut.hashed_whole:
         said.append(f"{passage.name} is {passage.cut}; the SHA-256 is of those that were read")
@@ -137,34 +137,31 @@ def notices(passage: Passage) -> list[str]:
 
 def own_marks(name: str, number: int) -> str:
     """The notice on a text that begins with ``number`` marks of its own."""
-    found, they_are, them = "a begin-of-sequence mark", "it is", "it"
-    if number > 1:
-        found, they_are, them = f"{number} begin-of-sequence marks", "they are", "them"
-    return f"{name} begins with {found} of its own: {they_are} not put there again, and --bos drop leaves {them} there"
+    own, them = ("a begin-of-sequence mark", "it") if number == 1 else (f"{number} begin-of-sequence marks", "them")
+    return f"{name} begins with {own} of its own: none is added, and --bos drop keeps {them}"
 
 
 def enough(n_tokens: int) -> int:
-    """Bytes in which every text has a passage of ``n_tokens`` and as many tokens after it (:func:`heldout`)."""
+    """Bytes that are enough for a passage of ``n_tokens`` and as many tokens after it (:func:`heldout`)."""
     return BYTES_A_TOKEN * (2 * n_tokens + 4 * MARGIN)
 
 
 def encode(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto", offset: int = 0) -> Passage:
-    """Cut exactly ``n_tokens`` ids from a text, BOS counted, after skipping ``offset`` of the text's own tokens.
+    """Cut exactly ``n_tokens`` ids from a text, including a BOS, after skipping ``offset`` of the text's own tokens.
 
-    ``bos``: ``auto`` puts in front what the tokenizer does by itself, ``add`` makes sure that its BOS stands there,
-    ``drop`` puts nothing there. Where the tokens begin with a BOS of their own it stays, and no second one is put
-    there (:func:`front_of`). What a tokenizer appends (EOS) is never kept: a cut passage has not ended. Raises
-    KvprobeError where the text is too short or ``add`` meets a tokenizer without BOS; ValueError for an ``n_tokens``
-    that leaves no room for text.
+    ``bos``: ``auto`` adds in front what the tokenizer adds by itself, ``add`` makes sure that its BOS is there, and
+    ``drop`` adds nothing. A BOS at the beginning of the text stays, and no second one is added (:func:`front_of`). What
+    a tokenizer appends (EOS) is never kept: a cut passage has not ended. Raises KvprobeError if the text is too short
+    or, with ``add``, the tokenizer has no BOS; ValueError for an ``n_tokens`` that leaves no room for text.
     """
-    front = front_ids(tokenizer, bos)
+    front = bos_ids(tokenizer, bos)
     if n_tokens <= len(front):
-        raise ValueError(f"a passage needs at least {len(front) + 1} tokens here (BOS counts), got {n_tokens}")
+        raise ValueError(f"a passage needs at least {len(front) + 1} tokens here (including BOS), got {n_tokens}")
     if offset < 0:
         raise ValueError(f"offset must be at least 0, got {offset}")
     known = marks(tokenizer)
-    # Tokenising all of a long text to use its beginning can take minutes. The ids of a prefix that ends at
-    # `cut_before` are the first ids of the whole; the margin is for a vocabulary that breaks what is argued there.
+    # Tokenising all of a long text to use its beginning can take minutes. The ids of a prefix that ends at `cut_before`
+    # are the first ids of the full text; the margin is for a vocabulary that breaks the argument there.
     limit = 8 * (offset + n_tokens + MARGIN)
     while True:
         cut = cut_before(text.text, limit)
@@ -173,32 +170,32 @@ def encode(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto"
             break
         limit *= 2
     if text.cut is not None:
-        # where a text was cut is not where its last word ends
+        # a text may be cut inside a word
         content = content[: max(0, len(content) - MARGIN)]
     added = front_of(content[offset : offset + len(front) + 1], front, known)
     end = offset + n_tokens - len(added)
     if len(content) < end:
         where = f" from token {offset} on" if offset else ""
         raise KvprobeError(
-            f"{text.name} is too short: {n_tokens} tokens{where} need {end + len(added)} of this tokenizer's tokens "
-            f"and it holds {len(content) + len(added)}{f' ({text.cut})' if text.cut else ''}; ask for fewer, or give a "
+            f"{text.name} is too short: {n_tokens} tokens{where} need {end + len(added)} of this tokenizer's tokens, "
+            f"but it has {len(content) + len(added)}{f' ({text.cut})' if text.cut else ''}; ask for fewer, or give a "
             "longer text"
         )
     return _passage(text, added, content[offset:end], bos=bos, marks=known, offset=offset)
 
 
 def whole(tokenizer: Tokenizer, text: Text, *, bos: Bos = "auto") -> Passage:
-    """All of a text, and before it what ``encode`` puts there."""
+    """All of a text, and in front of it what ``encode`` adds."""
     known = marks(tokenizer)
-    # as one piece: a tokenizer that puts a space before the text would put one before every piece
+    # in one piece: a tokenizer that puts a space before the text would put one before every piece
     content = _ids(tokenizer, text.text)
-    return _passage(text, front_of(content, front_ids(tokenizer, bos), known), content, bos=bos, marks=known)
+    return _passage(text, front_of(content, bos_ids(tokenizer, bos), known), content, bos=bos, marks=known)
 
 
 def of_ids(tokenizer: Tokenizer | None, ids: Any) -> Passage:
-    """Ids as they are given, ``[n_tokens]``: at least two whole numbers from 0 on, else ValueError.
+    """Given ids as a passage, int ``[n_tokens]``. Raises ValueError for fewer than two, and for negative ones.
 
-    The tokenizer says which of them are marks; without one none is.
+    The tokenizer says which of them are marks; without a tokenizer none are.
     """
     given = torch.as_tensor(ids)
     if given.ndim != 1 or len(given) < 2 or given.is_floating_point() or given.dtype == torch.bool or given.min() < 0:
@@ -216,9 +213,9 @@ def _passage(text: Text, added: list[int], content: list[int], **about: Any) -> 
 
 
 def heldout(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto") -> Passage:
-    """Tokens T…2T of the text whose first T = ``n_tokens`` are the passage of ``encode``; the two share no token of it.
+    """Tokens T…2T of the text whose first T = ``n_tokens`` are the passage of ``encode``; the two share no token.
 
-    The policy applies again: with a BOS each of the two has its own, and each holds T − 1 tokens of the text.
+    ``bos`` applies again: with a BOS, each of the two has its own and holds T − 1 tokens of the text.
     Raises as ``encode`` does.
     """
     first = encode(tokenizer, text, n_tokens=n_tokens, bos=bos)
@@ -228,14 +225,14 @@ def heldout(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto
 def random_ids(
     vocab_size: int, n: int, seed: int, *, tokenizer: Tokenizer | None = None, bos_token_id: int | None = None
 ) -> Tensor:
-    """Control: ids drawn uniformly (with replacement) from the vocabulary, int64 ``[n]``, BOS counted where given.
+    """Control: ids drawn uniformly (with replacement) from the vocabulary, int64 ``[n]``, including any BOS.
 
-    With a tokenizer, its special ids and the padding rows of an embedding larger than its vocabulary are never drawn.
-    Give ``passage.bos_token_id`` to have in front what the passage has.
+    With a tokenizer, its special ids and the padding rows of an embedding larger than the vocabulary are never drawn.
+    Give ``passage.bos_token_id`` for the same beginning as the passage.
     """
     front = [] if bos_token_id is None else [bos_token_id]
     if n <= len(front):
-        raise ValueError(f"random ids need at least {len(front) + 1} tokens (BOS counts), got {n}")
+        raise ValueError(f"random ids need at least {len(front) + 1} tokens (including BOS), got {n}")
     ordinary = torch.ones(vocab_size, dtype=torch.bool)
     if tokenizer is not None:
         ordinary[len(tokenizer) :] = False
@@ -246,10 +243,10 @@ def random_ids(
 
 
 def repeat_ids(token_id: int, n: int) -> Tensor:
-    """Control: one id repeated, int64 ``[n]``, never with a BOS in front, which would be unlike the rest and a sink.
+    """Control: one id repeated, int64 ``[n]``, never with a BOS in front, which would differ and become a sink.
 
-    ``passage.first_content_id`` is the id that kvprobe's own analyses repeat. Source: Gu et al., When attention sink
-    emerges in language models: repetition removes the sink under RoPE, not under learned positions.
+    kvprobe's own analyses repeat ``passage.first_content_id``. Source: Gu et al., When attention sink emerges in
+    language models: repetition removes the sink under RoPE, but not under learned positions.
     """
     if n < 1:
         raise ValueError(f"a repeated id needs at least 1 token, got {n}")
@@ -257,10 +254,10 @@ def repeat_ids(token_id: int, n: int) -> Tensor:
 
 
 def control(passage: Passage, kind: str, tokenizer: Tokenizer, *, seed: int) -> Passage:
-    """The passage itself (``none``), or as many ids that mean nothing: ``random`` ones, or one id ``repeat``-ed.
+    """The passage itself (``none``), or as many meaningless ids: ``random`` ones, or one id ``repeat``-ed.
 
-    ``random`` keeps the marks that the passage begins with; ``repeat`` has none and repeats the passage's first id that
-    is no mark. What is not of a text has no fingerprint: ``sha256`` is then empty and the name says what it is.
+    ``random`` keeps the marks that the passage begins with; ``repeat`` has none, and repeats the passage's first id
+    that is not a mark. Ids without a text have no fingerprint: ``sha256`` is empty and the name says what they are.
     """
     n = passage.n_tokens
     if kind == "none":
@@ -277,13 +274,13 @@ def control(passage: Passage, kind: str, tokenizer: Tokenizer, *, seed: int) -> 
 
 
 def cut_before(text: str, limit: int) -> int:
-    """Where to cut so that the prefix's ids are the first ids of the whole text: at most ``limit`` characters, or all.
+    """Where to cut so that the prefix's ids are the first ids of the full text: at most ``limit`` characters, or all.
 
-    The cut is the last one before a space that follows a non-space. Every pre-tokenizer in use (GPT-2's pattern and its
-    successors, SentencePiece's ▁) begins a new piece there, and none looks past a non-space for what ends at it: runs
-    of whitespace, which do look ahead, and punctuation that takes newlines along lie whole on one side. Byte-pair
+    The cut is before the last space that follows a non-space. Every pre-tokenizer in use (GPT-2's pattern and its
+    successors, SentencePiece's ▁) begins a new piece there, and none looks past a non-space to end a piece: runs of
+    whitespace, which do look ahead, and punctuation that takes newlines along lie entirely on one side. Byte-pair
     merges stay inside a piece or, without pieces, would need a vocabulary entry that holds the end of one word and the
-    space before the next. Where there is no such place the answer is 0, until ``limit`` reaches the text's length.
+    space before the next. If there is no such place the result is 0, until ``limit`` reaches the text's length.
     """
     if limit >= len(text):
         return len(text)
@@ -294,14 +291,14 @@ def cut_before(text: str, limit: int) -> int:
 
 
 def _ids(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[int]:
-    # verbose=False: a text longer than the model's positions is no fault here; the analysis decides what it can read.
+    # verbose=False: a text longer than the model's positions is not an error here; the analysis decides what to read
     with guarded(name_of(tokenizer)):
         given = {"add_special_tokens": special, "truncation": False, "padding": False, "verbose": False}
         return list(tokenizer(text, **given)["input_ids"])
 
 
-def front_ids(tokenizer: Tokenizer, bos: Bos) -> list[int]:
-    """Ids to put before the text, found by watching the tokenizer: every family keeps that setting elsewhere."""
+def bos_ids(tokenizer: Tokenizer, bos: Bos) -> list[int]:
+    """Ids to add before the text, found from the tokenizer's outputs: every family keeps the setting elsewhere."""
     if bos not in ("auto", "add", "drop"):
         raise ValueError(f"bos must be auto, add or drop, got {bos!r}")
     if bos == "drop":
@@ -319,10 +316,10 @@ def front_ids(tokenizer: Tokenizer, bos: Bos) -> list[int]:
 
 
 def front_of(content: Sequence[int], front: list[int], marks: Container[int]) -> list[int]:
-    """What of ``front`` to put before ``content``, whose beginning may have it already.
+    """The part of ``front`` to add before ``content``, which may begin with it already.
 
-    All of it before an ordinary id. Nothing before a mark; but where ``content`` begins with the end of ``front`` (the
-    second of two marks), what is missing before that.
+    All of it before an ordinary id; nothing before a mark, except that if ``content`` begins with the end of ``front``
+    (the second of two marks), the missing beginning is added.
     """
     for n in range(len(front), 0, -1):
         if list(content[:n]) == front[-n:]:
@@ -331,11 +328,11 @@ def front_of(content: Sequence[int], front: list[int], marks: Container[int]) ->
 
 
 def marks(tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids that begin a sequence: what the tokenizer puts before a text by itself, and its BOS."""
+    """The ids that begin a sequence: what the tokenizer adds before a text by itself, and its BOS."""
     try:
-        front = front_ids(tokenizer, "auto")
+        front = bos_ids(tokenizer, "auto")
     except KvprobeError:
-        # what it puts there cannot be told from the text
+        # what it adds cannot be told from the text
         front = []
     own = tokenizer.bos_token_id
     return frozenset(front if own is None else [*front, int(own)])

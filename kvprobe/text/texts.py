@@ -1,4 +1,4 @@
-"""Which text is meant by a name, and what exactly was read?"""
+"""Which text does a name mean, and what exactly was read?"""
 
 import codecs
 import hashlib
@@ -25,14 +25,14 @@ TIME_MACHINE_URL = "https://www.gutenberg.org/cache/epub/35/pg35.txt"
 TIMEOUT_S = 15
 BLOCK = 1 << 16
 MOST_HASHED = 1 << 30
-"""Bytes of the largest file whose fingerprint is of all of it however little of its text is needed: some seconds."""
+"""The largest file, in bytes, that is hashed completely even if little of its text is needed: some seconds."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How much of a text was read that goes on: ``n_read`` of its ``n_bytes`` bytes (None: its end was never met).
+    """How much of a longer text was read: ``n_read`` of its ``n_bytes`` bytes (None: its end was not reached).
 
-    ``hashed_whole`` says that the fingerprint is of the whole text all the same, and not of the bytes read.
+    ``hashed_whole``: the fingerprint is of the whole text nevertheless, and not of the bytes read.
     """
 
     n_read: int
@@ -41,11 +41,11 @@ class Cut:
 
     def __str__(self) -> str:
         """As in ``cut: 2,162,688 bytes of 10,737,418,240``."""
-        whole = "a stream that goes on" if self.n_bytes is None else f"{self.n_bytes:,}"
-        return f"cut: {self.n_read:,} bytes of {whole}"
+        total = "a longer stream" if self.n_bytes is None else f"{self.n_bytes:,}"
+        return f"cut: {self.n_read:,} bytes of {total}"
 
     def record(self) -> dict[str, Any]:
-        """What a run record says of it: nothing where the fingerprint names the whole text."""
+        """The cut in a run record: empty if the fingerprint is of the whole text."""
         return {} if self.hashed_whole else {"text_cut": {"n_read": self.n_read, "n_bytes": self.n_bytes}}
 
 
@@ -53,7 +53,7 @@ class Cut:
 class Text:
     """A text and its fingerprint: ``sha256`` is of the raw bytes, ``name`` never holds a path.
 
-    ``cut`` says how much of it is here, where that is not all; its last word may then be cut too.
+    ``cut`` says how much of it this is, if not all; its last word may then be cut too.
     """
 
     name: str
@@ -69,14 +69,14 @@ class Text:
 def read_text(name: str | None = None, *, n_bytes: int | None = None, progress: Progress = silent) -> Text:
     """Read the bundled passage (None or its name), a named text, a UTF-8 file, or standard input (``-``).
 
-    With ``n_bytes`` a file, pipe or device is read and checked no further than about there (:class:`Cut`); only the
-    fingerprint goes on to the end of a file of at most ``MOST_HASHED`` bytes.
-    A catalogue name wins over a file of that name (``./bundled`` is the file). A byte-order mark is dropped and line
-    ends become one newline character, as Python reads any text; nothing else is normalised. ``time-machine`` is
-    H. G. Wells, The Time Machine (public domain): ``texts/time-machine.txt`` under kvprobe's own directory, fetched
-    there from Project Gutenberg (ebook 35) if absent. Where Gutenberg's START and END lines stand in it, only what is
-    between them is text; the SHA-256 is of the file.
-    Raises KvprobeError for what is missing, unreadable, binary, not UTF-8 (with the byte offset) or empty.
+    With ``n_bytes``, a file, pipe or device is read and checked only to about there (:class:`Cut`); the fingerprint
+    still covers a file of at most ``MOST_HASHED`` bytes completely.
+    A named text wins over a file of that name (``./bundled`` is the file). A byte-order mark is dropped and line ends
+    become one newline character, as Python reads any text; nothing else is normalised. ``time-machine`` is H. G. Wells,
+    The Time Machine (public domain): ``texts/time-machine.txt`` under kvprobe's own directory, fetched from Project
+    Gutenberg (ebook 35) if absent. If it has Gutenberg's START and END lines, the text is what lies between them; the
+    SHA-256 is of the file.
+    Raises KvprobeError for a text that is missing, unreadable, binary, not UTF-8 (with the byte offset) or empty.
     """
     name = "bundled" if name is None else name
     if not name:
@@ -90,18 +90,18 @@ def read_text(name: str | None = None, *, n_bytes: int | None = None, progress: 
         return Text("stdin", *_read(sys.stdin.buffer, "standard input", n_bytes))
     try:
         with Path(name).open("rb") as source:
-            # a name that is not UTF-8 could stand in no record
+            # a name that is not UTF-8 could not be written into a record
             return Text(Path(name).name.encode(errors="backslashreplace").decode(), *_read(source, name, n_bytes))
     except OSError as error:
         raise _unread(name, error) from None
 
 
 def check_utf8(shown: str, text: str) -> None:
-    """Raise KvprobeError where ``text``, a word of the command line, was not UTF-8 there."""
+    """Raise KvprobeError if ``text``, an argument of the command line, was not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # what Python makes of a byte that it could not decode
+        # how Python represents a byte that it could not decode
         byte = ord(text[error.start]) - 0xDC00
         at = len(text[: error.start].encode())
         raise KvprobeError(
@@ -110,7 +110,7 @@ def check_utf8(shown: str, text: str) -> None:
 
 
 def _read(source: BinaryIO, shown: str, n_bytes: int | None = None) -> tuple[str, str, Cut | None]:
-    """The fingerprint of ``source``, its text, and how much of it that is."""
+    """The fingerprint of ``source``, its text, and how much of it was read."""
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
     size, n_read, pieces = _bytes_left(source), 0, []
     block = source.read(BLOCK)
@@ -121,7 +121,7 @@ def _read(source: BinaryIO, shown: str, n_bytes: int | None = None) -> tuple[str
         n_read += len(block)
         pieces.append(_decoded(decoder, block, n_read, shown))
         if n_bytes is None and n_read > MOST_HASHED:
-            raise KvprobeError(f"{shown} has more than {MOST_HASHED:,} bytes, too many to read whole: use --tokens")
+            raise KvprobeError(f"{shown} has more than {MOST_HASHED:,} bytes, too many to read all: use --tokens")
         block = source.read(BLOCK)
     cut = None
     if block:
@@ -139,11 +139,11 @@ def _read(source: BinaryIO, shown: str, n_bytes: int | None = None) -> tuple[str
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, n_read: int, shown: str) -> str:
-    """The characters that end in ``block``, the last of ``n_read`` bytes; of no bytes, that the text may end there."""
+    """The characters that end in ``block``, the last of ``n_read`` bytes; an empty block checks the end."""
     try:
         return decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
-        # the decoder may have kept the first bytes of a character back
+        # the decoder may have kept back the first bytes of a character
         at = n_read - len(error.object) + error.start
         raise KvprobeError(
             f"{shown} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {at}; convert it to UTF-8 first"
@@ -151,7 +151,7 @@ def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, n_read: int, show
 
 
 def _bytes_left(source: BinaryIO) -> int | None:
-    """How much an ordinary file has; None for a pipe, a device, and a file of /proc, which has no size."""
+    """The bytes left in an ordinary file; None for a pipe, a device, or a file of /proc, which has no size."""
     try:
         about = os.fstat(source.fileno())
         return (about.st_size - source.tell()) if stat.S_ISREG(about.st_mode) and about.st_size else None
@@ -162,10 +162,10 @@ def _bytes_left(source: BinaryIO) -> int | None:
 def _unread(path: str, error: OSError) -> KvprobeError:
     known = f"or use a built-in text: {', '.join(TEXTS)}"
     if isinstance(error, FileNotFoundError):
-        return KvprobeError(f"no text named {path!r}: there is no such file; check the path, {known}")
+        return KvprobeError(f"no text named {path!r}: no such file; check the path, {known}")
     if isinstance(error, IsADirectoryError):
         return KvprobeError(f"{path!r} is a directory; name one UTF-8 file in it, {known}")
-    return KvprobeError(f"cannot read {path!r} ({error.strerror}); mend that, {known}")
+    return KvprobeError(f"cannot read {path!r} ({error.strerror}); fix that, {known}")
 
 
 def _bundled(progress: Progress) -> bytes:
@@ -178,8 +178,8 @@ def _manual(progress: Progress) -> bytes:
 
 def _pinned(file: str, sha256: str) -> bytes:
     data = files("kvprobe").joinpath("data", file).read_bytes()
-    if (found := hashlib.sha256(data).hexdigest()) != sha256:
-        raise KvprobeError(f"the bundled {file} was changed: SHA-256 {found}, not {sha256}; reinstall kvprobe")
+    if (actual := hashlib.sha256(data).hexdigest()) != sha256:
+        raise KvprobeError(f"the bundled {file} was changed: SHA-256 {actual}, not {sha256}; reinstall kvprobe")
     return data
 
 
@@ -214,15 +214,15 @@ def _fetch(url: str, progress: Progress) -> bytes:
             progress("time-machine", len(data), total, "bytes")
     # A cut connection ends a plain read without an error.
     if total is not None and len(data) != total:
-        raise OSError(f"{len(data)} of {total} bytes came")
-    # The edition changes with the site's repairs, so no checksum can be pinned; its END line says that it is whole.
+        raise OSError(f"{len(data)} of {total} bytes arrived")
+    # The site revises the edition, so no checksum can be pinned; its END line shows that it is complete.
     if b"*** END OF" not in data:
-        raise OSError("what came is not the book: it has no END line")
+        raise OSError("the answer is not the book: it has no END line")
     return data
 
 
 def _between_markers(text: str) -> str:
-    """Drop Project Gutenberg's header and footer, where they stand, and the blank lines next to them."""
+    """Drop Project Gutenberg's header and footer, if present, and the blank lines next to them."""
     lines = text.split("\n")
     starts = [i + 1 for i, line in enumerate(lines) if line.startswith("*** START OF")]
     ends = [i for i, line in enumerate(lines) if line.startswith("*** END OF")]

@@ -1,4 +1,4 @@
-"""What if a tokenizer's own code breaks down? It is said in one line, by the model's name."""
+"""What if a tokenizer's own code crashes? The error names the model in one line."""
 
 import contextlib
 import os
@@ -12,10 +12,10 @@ from kvprobe.errors import KvprobeError
 
 @contextlib.contextmanager
 def guarded(name: str) -> Iterator[None]:
-    """Whatever a tokenizer does inside the block; KvprobeError, with ``name`` in it, where its code panics.
+    """Turn a panic of a tokenizer's code inside the block into a KvprobeError that names the model ``name``.
 
-    A panic of the tokenizers library is no Exception (a pattern on which the search for a match never ends will do),
-    and the library writes a page on standard error first, which is held back until it is known to be something else.
+    A panic of the tokenizers library is not an Exception (a pattern whose search never ends causes one), and the
+    library first writes a page to standard error, which is held back here and dropped if there is a panic.
     """
     with _held_back() as drop:
         try:
@@ -24,24 +24,24 @@ def guarded(name: str) -> Iterator[None]:
             if type(error).__name__ != "PanicException":
                 raise
             drop()
-            why = next((line.strip() for line in str(error).splitlines() if line.strip()), "it said nothing")
+            why = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
             raise KvprobeError(
-                f"the tokenizer of {name} broke down ({why[:200]}): check its tokenizer.json, or fetch it again"
+                f"the tokenizer of {name} crashed ({why[:200]}): check its tokenizer.json, or fetch it again"
             ) from None
 
 
 def name_of(tokenizer: Any) -> str:
-    """What errors call a tokenizer: the name of its model, as `kvprobe.models.checkpoint_checks.tokenizer` gives it."""
+    """What errors call a tokenizer: its model's name, which `kvprobe.models.checkpoint_checks.tokenizer` sets."""
     return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
 
 
 @contextlib.contextmanager
 def _held_back() -> Iterator["_Drop"]:
-    """Keeps what is written on the process's standard error, and writes it when the block is left."""
+    """Hold back the process's standard error until the block is left."""
     sys.stderr.flush()
     try:
         before = os.dup(2)
-    except OSError:  # there is none
+    except OSError:  # it is closed
         yield _Drop()
         return
     drop = _Drop()
@@ -60,7 +60,7 @@ def _held_back() -> Iterator["_Drop"]:
 
 
 class _Drop:
-    """Called, it says that what was held back is not wanted."""
+    """Called to drop what was held back."""
 
     asked = False
 

@@ -1,4 +1,4 @@
-"""Where was a run when it was killed, and is this the same run? Tensors and standing in one whole file."""
+"""How far was a run when it was killed, and is this the same run? Tensors and progress in one atomic file."""
 
 import hashlib
 import json
@@ -18,12 +18,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a file is of: ``key`` marks it, the others are the words of a refusal (``what``: a snapshot of a run)."""
+    """What a file is a checkpoint of: ``key`` marks it; the others word an error (``what``: a snapshot of a run)."""
 
     key: str
     what: str
     run: str
-    remedy: str
+    hint: str
     afresh: str
 
 
@@ -31,23 +31,23 @@ TRAINING = Kind(
     key="kvprobe training",
     what="snapshot",
     run="training run",
-    remedy="remove it, and the training starts afresh",
+    hint="remove it to start the training afresh",
     afresh="remove it or move it",
 )
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
-    """Sixteen hexadecimal digits of what a run is: the same settings give the same, in any order of their names."""
+    """Sixteen hexadecimal digits that identify a run by its settings, in whatever order they are given."""
     return hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A file from which a killed run goes on: safetensors, with what is no tensor as JSON in its header.
+    """A file from which a killed run resumes: safetensors, with everything but tensors as JSON in its header.
 
-    ``identity`` is what the file must have been written for. Each write replaces the file whole or leaves the one
-    before. A snapshot has one writer at a time: see to that with a lock. Raises KvprobeError for a file of another run,
-    naming what differs, for one that is none of this kind, and where it cannot be written.
+    The file must have been written for the same ``identity``. Each write replaces the file atomically. A snapshot has
+    one writer at a time: use a lock. Raises KvprobeError for a file of another run, naming what differs, for a file
+    that is not of this kind, and if it cannot be written.
     """
 
     path: Path
@@ -55,12 +55,12 @@ class Snapshot:
     kind: Kind = TRAINING
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """The standing and the tensors that :meth:`write` was given last; None if there is no file."""
+        """The standing and the tensors last given to :meth:`write`; None if there is no file."""
         standing = self.standing()
         return None if standing is None else (standing, self.tensors())
 
     def standing(self) -> dict[str, Any] | None:
-        """The standing alone, without reading the tensors."""
+        """The standing, without reading the tensors."""
         if not self.path.exists():
             return None
         there, standing = self._about()
@@ -74,17 +74,17 @@ class Snapshot:
         return standing
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of a file that is there."""
+        """The tensors of an existing file."""
         from safetensors.torch import load_file
 
         return load_file(self.path)
 
     def write(self, standing: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Replace what stood there."""
+        """Replace the file."""
         from safetensors.torch import save
 
         about = {"format": FORMAT, "identity": dict(self.identity), "standing": dict(standing)}
-        # JSON writes a float64 so that it reads back as the same bits
+        # a float64 written as JSON reads back as the same bits
         header = {self.kind.key: json.dumps(about, allow_nan=False)}
         data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=header)
         try:
@@ -96,25 +96,25 @@ class Snapshot:
             raise disk_error(error, self.path) from error
 
     def remove(self) -> None:
-        """Forget the run, if there was one. A file that is none of this kind is refused, not removed."""
+        """Remove the file, if there is one. A file that is not of this kind is refused, not removed."""
         if self.path.exists():
             self._about()
             self.path.unlink()
         self.clear_partial()
 
     def clear_partial(self) -> None:
-        """Remove what a kill in the middle of a write left."""
+        """Remove what a kill during a write left."""
         with suppress(OSError):
             self._partial.unlink()
 
     def foreign(self) -> KvprobeError:
-        """The refusal of a file that is none of this kind."""
+        """The error for a file that is not of this kind."""
         kind = self.kind
-        return KvprobeError(f"{self.path} is no {kind.what} of a {kind.run} that this version reads: {kind.remedy}")
+        return KvprobeError(f"{self.path} is not a {kind.what} of a {kind.run} that this version reads: {kind.hint}")
 
     @property
     def _partial(self) -> Path:
-        # one name for all writes, so that kills leave no more than one file
+        # one name for all writes, so that kills leave at most one file
         return self.path.with_name(f".{self.path.name}.partial")
 
     def _about(self) -> tuple[dict[str, Any], dict[str, Any]]:

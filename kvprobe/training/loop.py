@@ -1,12 +1,12 @@
-"""How is a small decoder trained, so that the same seed gives the same bits, also after a kill? One plain loop.
+"""How is a small decoder trained, so that one seed always gives the same bits, even after a kill? One plain loop.
 
     decoder = seeded(config, seed=0)
-    history = train(decoder, corpus, Plan(steps=600))
+    history = train(decoder, corpus, TrainConfig(steps=600))
 
 AdamW over cross-entropy in nat per token. A step reads its batch in parts whose activations stay in the processor's
-cache and adds up their gradients. What a step reads depends on the seed and its number alone
-(:meth:`kvprobe.text.corpus.Corpus.train_batch`), nothing is drawn while training, and so the weights, the optimizer's
-moments and the number of steps done are all that a checkpoint must hold.
+cache, and accumulates their gradients. What a step reads depends only on the seed and its number
+(:meth:`kvprobe.text.corpus.Corpus.train_batch`), and nothing is drawn while training, so a checkpoint needs only the
+weights, the optimizer's moments and the number of steps done.
 """
 
 import math
@@ -27,18 +27,18 @@ from kvprobe.text.corpus import Corpus
 from kvprobe.training.checkpoint import Snapshot
 
 SNAPSHOT_SECONDS = 60.0
-"""After so much work without a snapshot one is written at the end of the step."""
+"""After this long without a snapshot, one is written at the end of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainConfig:
     """How to train; the defaults are the published protocol (AdamW at a constant rate, no decay, no clipping).
 
-    ``batch`` windows a step, ``micro_batch`` of them at a time. The rate rises over ``warm_up`` steps to
-    ``learning_rate`` and stays there, or falls on a cosine to ``floor`` of it at the last step. ``clip`` bounds the
+    A step reads ``batch`` windows, ``micro_batch`` at a time. The rate rises over ``warm_up`` steps to
+    ``learning_rate`` and stays there, or falls on a cosine to ``floor`` times it at the last step. ``clip`` bounds the
     norm of all gradients together. ``dtype`` bfloat16 is autocast: weights, moments and losses stay float32.
-    Validation is every ``validate_every`` steps and at the last one, whatever its number. ``skip`` batches of the
-    corpus are left to whoever trained before. Raises ValueError for what is none of these.
+    Validation is every ``validate_every`` steps and at the last step. ``skip`` batches of the corpus are left out, as
+    an earlier training read them. Raises ValueError for a value out of range.
     """
 
     steps: int = 600
@@ -67,7 +67,7 @@ class Plan:
         if self.skip < 0:
             raise ValueError(f"skip must be at least 0 batches, got {self.skip}")
         if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor must be between 0 and 1 of the rate, got {self.floor}")
+            raise ValueError(f"floor must be between 0 and 1 times the rate, got {self.floor}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
         if self.clip is not None and not self.clip > 0:
@@ -76,7 +76,7 @@ class Plan:
             raise ValueError(f"warm_up must be between 0 and {self.steps} steps, got {self.warm_up}")
 
     def rate(self, step: int) -> float:
-        """The learning rate of step ``step``, counted from 0."""
+        """The learning rate of step ``step``, from 0."""
         if step < self.warm_up:
             return self.learning_rate * (step + 1) / self.warm_up
         if self.schedule == "constant":
@@ -94,7 +94,7 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """What a training run came to: every validation, the training loss of every step, and its seconds of work."""
+    """The outcome of a training run: every validation, the training loss of every step, and the seconds of work."""
 
     validations: tuple[Validation, ...] = ()
     train_losses: tuple[float, ...] = ()
@@ -103,7 +103,7 @@ class History:
 
     @property
     def best(self) -> Validation:
-        """The validation with the lowest loss, the first of equals."""
+        """The validation with the lowest loss, the first if several are equal."""
         return min(self.validations, key=lambda validation: validation.loss)
 
     @property
@@ -113,15 +113,15 @@ class History:
 
 
 def seeded(config: DecoderConfig, *, seed: int) -> Decoder:
-    """A decoder whose random weights are a function of ``config`` and ``seed``; torch's own generator is left alone."""
+    """A decoder whose random weights are a function of ``config`` and ``seed``; torch's generator is left unchanged."""
     with torch.random.fork_rng(devices=[]):
-        # the processor's alone: torch.manual_seed would seed every GPU's too
+        # only the CPU's generator: torch.manual_seed would seed every GPU's too
         torch.default_generator.manual_seed(seed)
         return Decoder(config)
 
 
-def check(config: DecoderConfig, corpus: Corpus, plan: Plan) -> None:
-    """Refuse before the first step what cannot be trained. Raises ValueError and KvprobeError, with the value."""
+def check(config: DecoderConfig, corpus: Corpus, plan: TrainConfig) -> None:
+    """Raise ValueError or KvprobeError, with the value, for what cannot be trained: before the first step."""
     if corpus.vocab > config.vocab:
         raise KvprobeError(f"{corpus.name} has a vocabulary of {corpus.vocab:,}, the model one of {config.vocab:,}")
     if corpus.length > config.max_positions:
@@ -133,19 +133,19 @@ def check(config: DecoderConfig, corpus: Corpus, plan: Plan) -> None:
 def train(
     decoder: Decoder,
     corpus: Corpus,
-    plan: Plan,
+    plan: TrainConfig,
     *,
     snapshot: Snapshot | None = None,
     snapshot_every: int = 50,
     progress: Progress = silent,
     what: str = "training",
 ) -> History:
-    """Train ``decoder`` in place, which is then in eval mode; with a ``snapshot`` go on from where it stands.
+    """Train ``decoder`` in place and leave it in eval mode; with a ``snapshot``, resume from it.
 
-    The snapshot is written every ``snapshot_every`` steps, after a minute without one, and at the last step; it stays
-    until its owner removes it.
-    ``progress`` is told the step with its loss and tokens per second. Raises KvprobeError for a loss that is not
-    finite, naming the step, and what :func:`check` raises.
+    The snapshot is written every ``snapshot_every`` steps, after a minute without one, and at the last step; its owner
+    removes it.
+    ``progress`` reports the step with its loss and tokens per second. Raises as :func:`check` does, and KvprobeError,
+    naming the step, for a loss that is not finite.
     """
     check(decoder.config, corpus, plan)
     parameters = {name: parameter.requires_grad_() for name, parameter in decoder.named_parameters()}
@@ -201,7 +201,7 @@ def train(
     return history
 
 
-def _check_finite(kind: str, loss: float, step: int, plan: Plan) -> None:
+def _check_finite(kind: str, loss: float, step: int, plan: TrainConfig) -> None:
     if not math.isfinite(loss):
         raise KvprobeError(
             f"the {kind} loss is not finite at step {step + 1} (rate {plan.rate(step):g}, {plan.dtype}): "
@@ -209,7 +209,7 @@ def _check_finite(kind: str, loss: float, step: int, plan: Plan) -> None:
         )
 
 
-def gradients(decoder: Decoder, windows: Tensor, plan: Plan) -> float:
+def gradients(decoder: Decoder, windows: Tensor, plan: TrainConfig) -> float:
     """Add the gradients of the mean loss of ``windows`` ``[batch, length + 1]``; returns that loss."""
     total = 0.0
     for part in windows.split(plan.micro_batch):
@@ -220,10 +220,10 @@ def gradients(decoder: Decoder, windows: Tensor, plan: Plan) -> float:
 
 
 @torch.no_grad()
-def validate(decoder: Decoder, corpus: Corpus, plan: Plan) -> float:
+def validate(decoder: Decoder, corpus: Corpus, plan: TrainConfig) -> float:
     """The mean loss in nat per token over all validation windows, summed in float64."""
     windows = corpus.valid_windows()
-    # no_grad and not inference_mode, whose tensors (the table of angles is kept) later steps could not differentiate
+    # no_grad, not inference_mode: later steps could not differentiate its tensors, and the table of angles is kept
     total = sum(float(_sum(decoder, part, plan.dtype)) for part in windows.split(2 * plan.micro_batch))
     return total / windows[:, 1:].numel()
 
@@ -250,11 +250,11 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
-    """Give ``decoder`` the weights that a snapshot of :func:`train` holds; ValueError if they are another model's."""
+    """Load the weights in a snapshot of :func:`train` into ``decoder``; ValueError if they are another model's."""
     for name, parameter in decoder.named_parameters():
         kept = tensors.get(f"weights/{name}")
         if kept is None or kept.shape != parameter.shape:
-            raise ValueError(f"there is no {name} of the shape {[*parameter.shape]}")
+            raise ValueError(f"the snapshot has no {name} of the shape {[*parameter.shape]}")
         parameter.copy_(kept)
 
 

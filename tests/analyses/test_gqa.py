@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from analyses import gqa as study
 from analyses import train_speed
-from kvprobe.cells.run_store import FORMAT, Cell, Shelf, config_of, finish_all, shape_row
+from kvprobe.cells.run_store import FORMAT, RunStore, TrainingRun, config_of, finish_all, shape_row
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments.gqa import QUICK, Protocol, cells, sentences, summary, words_of
 from kvprobe.results.result import Result
@@ -20,9 +20,11 @@ from kvprobe.text.corpus import LETTERS, Corpus, characters
 from kvprobe.text.texts import Text
 from kvprobe.training import loop
 from kvprobe.training.checkpoint import Snapshot
-from kvprobe.training.loop import Plan, gradients, seeded, train, validate
+from kvprobe.training.loop import TrainConfig, gradients, seeded, train, validate
 
-TINY = Protocol(n_layers=1, width=16, length=8, n_train=40, n_valid=8, plan=Plan(steps=3, batch=4, validate_every=2))
+TINY = Protocol(
+    n_layers=1, width=16, length=8, n_train=40, n_valid=8, plan=TrainConfig(steps=3, batch=4, validate_every=2)
+)
 WORDS = "it was the best of times it was the worst of times "
 
 
@@ -76,7 +78,7 @@ def test_the_protocol_is_the_published_one():
         ({}, {}, "the published protocol"),
         ({"n_layers": 1}, {}, "not the published"),
         ({"width": 16}, {}, "not the published"),
-        ({"plan": Plan(steps=3)}, {}, "not the published"),
+        ({"plan": TrainConfig(steps=3)}, {}, "not the published"),
         ({}, {"length": 64}, "not the published"),
         ({"length": 64}, {"length": 64}, "not the published"),
         ({}, {"n_train": 99}, "not the published"),
@@ -105,12 +107,12 @@ def test_cells_of_the_protocol_that_were_trained_are_found_again():
     wanted = {cell.name: cell for cell in cells(text, Protocol(), kv_heads=study.KV_HEADS, seeds=study.SEEDS)}
     assert {path.stem for path in trained} <= wanted.keys()
     for path in trained:
-        assert Shelf(path.parent).read(wanted[path.stem]) is not None
+        assert RunStore(path.parent).read(wanted[path.stem]) is not None
 
 
 def test_a_default_that_changes_would_serve_old_cells_as_new_ones():
     # identities leave defaults out: with another default here, cells.FORMAT must rise
-    assert asdict(Plan()) == {
+    assert asdict(TrainConfig()) == {
         "steps": 600, "batch": 64, "micro_batch": 8, "learning_rate": 1e-3, "schedule": "constant", "warm_up": 0,
         "floor": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "clip": None, "validate_every": 100,
         "dtype": "float32", "seed": 0, "skip": 0,
@@ -127,22 +129,22 @@ def test_a_default_that_changes_would_serve_old_cells_as_new_ones():
 
 def test_the_study_has_every_cell_and_its_record_names_those_that_are_missing(tmp_path, text):
     settings = {"text": text, "protocol": TINY, "seeds": (0, 1)}
-    shelf = tmp_path / "cells"
-    with pytest.raises(KvprobeError, match=f"none of the cells asked for is in {re.escape(str(shelf))}: name the dir"):
-        study.run(shelf, **settings, collect=True)
-    some = study.run(shelf, **settings | {"seeds": (0,)}, kv_heads=(8, 2))
+    store = tmp_path / "cells"
+    with pytest.raises(KvprobeError, match=f"none of the cells asked for is in {re.escape(str(store))}: name the dir"):
+        study.run(store, **settings, collect=True)
+    some = study.run(store, **settings | {"seeds": (0,)}, kv_heads=(8, 2))
     assert [(row["n_kv_heads"], row["seed"]) for row in some.rows] == [(8, 0), (2, 0)]
     assert some.run["missing"] == []
     assert [cell["validations"][-1][0] for cell in some.run["cells"]] == [3, 3]
-    collected = study.run(shelf, **settings, kv_heads=(8, 2), collect=True)
+    collected = study.run(store, **settings, kv_heads=(8, 2), collect=True)
     assert collected.rows == some.rows
     assert collected.run["missing"] == ["8 KV heads, seed 1", "2 KV heads, seed 1"]
     assert Result.from_json(collected.to_json()) == collected
 
 
 def test_batches_and_seeds_are_paired_and_best_is_the_lowest_validation(tmp_path):
-    shelf = Shelf(tmp_path)
-    kept = finish_all(cells(corpus(), TINY, kv_heads=(8, 1), seeds=(4,)), shelf)
+    store = RunStore(tmp_path)
+    kept = finish_all(cells(corpus(), TINY, kv_heads=(8, 1), seeds=(4,)), store)
     for found in kept:
         assert found["row"]["best_val_loss"] == min(loss for _, loss in found["validations"])
         assert [step for step, _ in found["validations"]] == [2, 3]
@@ -174,32 +176,32 @@ def test_uptraining_goes_on_with_the_batches_that_the_parent_would_have_read_nex
 
 def test_a_cell_without_its_parent_is_refused(tmp_path):
     (whole,) = cells(corpus(), TINY, kv_heads=(8,), seeds=(0,))
-    with pytest.raises(ValueError, match="the multi-head cell that 1 KV head, seed 0, uptrained goes on from is not"):
-        finish_all([whole.uptrained(1, steps=1)], Shelf(tmp_path))
+    with pytest.raises(ValueError, match="the multi-head cell from which 1 KV head, seed 0, uptrained continues is"):
+        finish_all([whole.uptrained(1, steps=1)], RunStore(tmp_path))
 
 
 def test_a_finished_cell_leaves_no_lock(tmp_path):
-    finish_all(cells(corpus(), TINY, kv_heads=(2,), seeds=(0,)), Shelf(tmp_path))
+    finish_all(cells(corpus(), TINY, kv_heads=(2,), seeds=(0,)), RunStore(tmp_path))
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
 def test_a_cell_that_another_process_trains_is_left_to_it(tmp_path):
-    shelf, (cell,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
+    store, (cell,) = RunStore(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
     with filelock.FileLock(tmp_path / f".{cell.name}.lock"):
-        assert shelf.finish(cell) is None
-    assert shelf.finish(cell)["row"]["n_kv_heads"] == 2
+        assert store.finish(cell) is None
+    assert store.finish(cell)["row"]["n_kv_heads"] == 2
 
 
 def test_a_kept_file_that_is_cut_or_of_other_settings_is_no_result(tmp_path):
-    shelf, (cell,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
-    first = shelf.finish(cell)
+    store, (cell,) = RunStore(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
+    first = store.finish(cell)
     path = tmp_path / f"{cell.name}.json"
-    assert shelf.read(cell) == json.loads(path.read_text()) == first
+    assert store.read(cell) == json.loads(path.read_text()) == first
     path.write_text(path.read_text()[:100])
-    assert shelf.read(cell) is None
-    assert shelf.finish(cell)["row"] == first["row"]
+    assert store.read(cell) is None
+    assert store.finish(cell)["row"] == first["row"]
     path.write_text(json.dumps(first | {"identity": {}}))
-    assert shelf.read(cell) is None
+    assert store.read(cell) is None
 
 
 @pytest.mark.parametrize(
@@ -210,10 +212,10 @@ def test_a_kept_file_that_is_cut_or_of_other_settings_is_no_result(tmp_path):
     ],
 )  # fmt: skip
 def test_a_row_that_somebody_has_edited_is_no_result(tmp_path, field, value):
-    shelf, (cell,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
-    kept = shelf.finish(cell)
+    store, (cell,) = RunStore(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
+    kept = store.finish(cell)
     (tmp_path / f"{cell.name}.json").write_text(json.dumps(kept | {"row": kept["row"] | {field: value}}))
-    assert shelf.read(cell) is None
+    assert store.read(cell) is None
 
 
 @pytest.mark.parametrize(
@@ -224,40 +226,43 @@ def test_a_row_that_somebody_has_edited_is_no_result(tmp_path, field, value):
     ],
 )  # fmt: skip
 def test_a_cell_that_lost_a_part_is_no_result(tmp_path, field, value):
-    shelf, (cell,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
-    path, kept = tmp_path / f"{cell.name}.json", shelf.finish(cell)
+    store, (cell,) = RunStore(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
+    path, kept = tmp_path / f"{cell.name}.json", store.finish(cell)
     path.write_text(json.dumps(kept | {field: value}))
-    assert shelf.read(cell) is None
+    assert store.read(cell) is None
     del kept[field]
     path.write_text(json.dumps(kept))
-    assert shelf.read(cell) is None
+    assert store.read(cell) is None
 
 
 def test_a_file_beside_a_finished_cell_that_is_none_of_ours_stays(tmp_path):
-    shelf, (cell,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
-    first, other = shelf.finish(cell), tmp_path / f"{cell.name}.safetensors"
+    store, (cell,) = RunStore(tmp_path), cells(corpus(), TINY, kv_heads=(2,), seeds=(0,))
+    first, other = store.finish(cell), tmp_path / f"{cell.name}.safetensors"
     other.write_bytes(b"mine")
-    assert shelf.finish(cell) == first
+    assert store.finish(cell) == first
     assert other.read_bytes() == b"mine"
 
 
 def test_weights_that_are_not_the_cells_are_not_uptrained(tmp_path):
-    shelf, (whole,) = Shelf(tmp_path), cells(corpus(), TINY, kv_heads=(8,), seeds=(0,))
-    shelf.finish(whole)
+    store, (whole,) = RunStore(tmp_path), cells(corpus(), TINY, kv_heads=(8,), seeds=(0,))
+    store.finish(whole)
     snapshot = Snapshot(tmp_path / f"{whole.name}.safetensors", whole.identity)
     standing, tensors = snapshot.read()
     for changed, words in (
-        ({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, "have a loss of 3.332 and ended with"),
-        ({name: tensor[:1] for name, tensor in tensors.items()}, "is no snapshot of a training run that"),
-        ({name: tensor for name, tensor in tensors.items() if "embedding" not in name}, "is no snapshot of a training"),
+        (
+            {name: torch.zeros_like(tensor) for name, tensor in tensors.items()},
+            "a loss of 3.332, but training ended at",
+        ),
+        ({name: tensor[:1] for name, tensor in tensors.items()}, "is not a snapshot of a training run that"),
+        ({name: tensor for name, tensor in tensors.items() if "embedding" not in name}, "is not a snapshot of a"),
     ):
         snapshot.write(standing, changed)
         with pytest.raises(KvprobeError, match=words):
-            shelf.finish(whole.uptrained(1, steps=1))
+            store.finish(whole.uptrained(1, steps=1))
 
 
 def test_every_setting_gives_a_cell_a_name_of_its_own():
-    base = Cell(config_of(2, vocab=28, length=8, n_layers=1, width=16), corpus(), TINY.plan)
+    base = TrainingRun(config_of(2, vocab=28, length=8, n_layers=1, width=16), corpus(), TINY.plan)
     others = [
         replace(base, config=replace(base.config, n_layers=2)),
         replace(base, plan=replace(base.plan, seed=1)),
@@ -271,17 +276,17 @@ def test_every_setting_gives_a_cell_a_name_of_its_own():
 
 
 def test_weights_of_a_multi_head_cell_are_kept_and_missing_ones_are_said(tmp_path):
-    shelf = Shelf(tmp_path)
+    store = RunStore(tmp_path)
     whole, one = cells(corpus(), TINY, kv_heads=(8, 1), seeds=(0,))
-    finish_all([whole, one], shelf)
+    finish_all([whole, one], store)
     assert [path.name for path in tmp_path.glob("*.safetensors")] == [f"{whole.name}.safetensors"]
     kept = load_file(tmp_path / f"{whole.name}.safetensors")
     assert {name.split("/")[0] for name in kept} == {"weights"}
-    assert validate(shelf.weights(whole), whole.corpus, whole.plan) == shelf.read(whole)["validations"][-1][1]
+    assert validate(store.weights(whole), whole.corpus, whole.plan) == store.read(whole)["validations"][-1][1]
     child = whole.uptrained(1, steps=1)
     (tmp_path / f"{whole.name}.safetensors").unlink()
-    with pytest.raises(KvprobeError, match="the weights of 8 KV heads, seed 0 are not in"):
-        shelf.finish(child)
+    with pytest.raises(KvprobeError, match="the weights of 8 KV heads, seed 0 are no longer in"):
+        store.finish(child)
 
 
 def test_the_summary_pairs_by_seed_over_the_seeds_that_both_have():

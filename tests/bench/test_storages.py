@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvprobe.bench.cache_memory import fused_views, own_shape, rolling_bytes, rows
-from kvprobe.bench.storages import Held, allocated, held, measure, tensors_of
+from kvprobe.bench.storages import Held, allocated, measure, storage_bytes, tensors_of
 from kvprobe.caches.kv_cache import CacheShape, FullCache, RollingCache
 from kvprobe.models.loading import Loaded
 from kvprobe.shape.cache_bytes import bill
@@ -29,20 +29,20 @@ def by_cache(found):
 def test_storages_count_once_and_only_what_is_read_of_them_is_addressed():
     fused = torch.zeros(2, 10, 12)
     alone = torch.zeros(5, dtype=torch.int64)
-    assert held([]) == Held(0, 0)
-    assert held([alone]) == Held(40, 40)
-    assert held([fused[..., 4:8], alone]) == Held(960 + 40, 320 + 40)
+    assert storage_bytes([]) == Held(0, 0)
+    assert storage_bytes([alone]) == Held(40, 40)
+    assert storage_bytes([fused[..., 4:8], alone]) == Held(960 + 40, 320 + 40)
     # the second overlaps the first in half
-    assert held([fused[..., 4:8], fused[..., 6:10].transpose(0, 1)]) == Held(960, 480)
-    assert held([fused[..., 4:8], fused]) == Held(960, 960)
+    assert storage_bytes([fused[..., 4:8], fused[..., 6:10].transpose(0, 1)]) == Held(960, 480)
+    assert storage_bytes([fused[..., 4:8], fused]) == Held(960, 960)
     # one element four times
-    assert held([torch.zeros(1).expand(4)]) == Held(4, 4)
-    assert held([fused[:, ::2]]).pinned_bytes == 480
+    assert storage_bytes([torch.zeros(1).expand(4)]) == Held(4, 4)
+    assert storage_bytes([fused[:, ::2]]).pinned_bytes == 480
 
 
 def test_two_views_of_other_widths_share_their_bytes():
     words = torch.zeros(8, dtype=torch.int32)
-    assert held([words[:2], words.view(torch.int16)[2:6]]) == Held(32, 12)
+    assert storage_bytes([words[:2], words.view(torch.int16)[2:6]]) == Held(32, 12)
 
 
 def test_tensors_are_found_wherever_they_hang():
@@ -58,7 +58,7 @@ def test_rotations_are_the_models_and_not_the_caches():
     decoder = rope_decoder(n_kv_heads=2)
     cache = decoder.rolling_cache(7, n_sink=3, positions="cache")
     # two layers, K and V of 2 heads of 8 in 10 slots, and the 3 sinks' keys once more
-    assert held(tensors_of(cache)) == Held(2 * 16 * 4 * (2 * 10 + 3), 2 * 16 * 4 * (2 * 10 + 3))
+    assert storage_bytes(tensors_of(cache)) == Held(2 * 16 * 4 * (2 * 10 + 3), 2 * 16 * 4 * (2 * 10 + 3))
 
 
 @pytest.mark.parametrize("n_kv_heads", HEADS.values(), ids=HEADS)
@@ -84,8 +84,8 @@ def test_views_of_a_fused_projection_are_caught_and_their_excess_named(n_kv_head
 
 def test_contiguous_copies_cure_it():
     kept = fused_views(loaded("llama").spec, 20)
-    assert held(tensors_of(kept)).pinned_bytes > 0
-    assert held(tensor.contiguous() for tensor in tensors_of(kept)).pinned_bytes == 0
+    assert storage_bytes(tensors_of(kept)).pinned_bytes > 0
+    assert storage_bytes(tensor.contiguous() for tensor in tensors_of(kept)).pinned_bytes == 0
 
 
 def test_sliding_layers():

@@ -12,7 +12,7 @@ from kvprobe.models import loading
 from kvprobe.plots import gqa as plot
 from kvprobe.probes.losses import token_losses
 from kvprobe.text.passages import encode, read_text
-from kvprobe.training.loop import Plan
+from kvprobe.training.loop import TrainConfig
 from support.models import document, write_random
 
 FIELDS = ["n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token"]
@@ -24,7 +24,7 @@ TINY = Protocol(
     length=8,
     n_train=40,
     n_valid=8,
-    plan=Plan(steps=2, batch=4, validate_every=1),
+    plan=TrainConfig(steps=2, batch=4, validate_every=1),
 )
 
 

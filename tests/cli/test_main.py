@@ -238,7 +238,7 @@ def test_a_prompt_that_is_not_utf_8_is_refused(run):
 def test_a_model_in_the_home_of_nobody_is_one_line(run):
     done = run("sinks", "~nosuchuser/model", "--quiet")
     assert done.returncode == 1
-    assert done.stderr.startswith("kvprobe: '~nosuchuser/model' is of a user who has no home; ")
+    assert done.stderr.startswith("kvprobe: '~nosuchuser/model' names a user who has no home directory; ")
 
 
 def test_a_panic_of_a_library_is_one_line_too(run, gpt2_random, monkeypatch):

@@ -109,8 +109,8 @@ def test_a_spectrum_says_the_ranks_of_its_rows(subject):
     [
         (0.1, 0.25, 0.4, "rises by 0.250 nat a token (95 % interval +0.100 to +0.400)"),
         (-0.4, -0.25, -0.1, "falls by 0.250 nat a token (95 % interval −0.400 to −0.100)"),
-        (-0.1, 0.25, 0.4, "is not told apart from the untouched pass (+0.250 nat a token, "),
-        (-0.4, -0.25, 0.1, "is not told apart from the untouched pass (−0.250 nat a token, "),
+        (-0.1, 0.25, 0.4, "does not differ measurably from the full pass (+0.250 nat a token, "),
+        (-0.4, -0.25, 0.1, "does not differ measurably from the full pass (−0.250 nat a token, "),
     ],
 )
 def test_a_sentence_claims_no_more_than_the_interval(low, delta, high, said):
@@ -300,7 +300,7 @@ def test_the_relief_sentence_leaves_out_what_saw_the_scored_tokens():
     rows.append(row("b", None, 50, -0.05))
     said = relief.sentence(Result("relief_map", rows, RUN))
     assert "of 2 levers that never saw the scored tokens the smallest cache" in said
-    assert "is b, 2.0 times smaller: there the loss is not told apart" in said
+    assert "is b, 2.0 times smaller: there the loss does not differ" in said
     assert "none takes less memory" in relief.sentence(Result("relief_map", rows[:3], RUN))
     rows.append(row("rank 8, heldout basis", "heldout", 20, -0.05))
     assert "is rank 8, heldout basis (of later tokens of the same text), 5.0 times" in relief.sentence(

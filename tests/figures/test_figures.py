@@ -209,13 +209,15 @@ def test_a_missing_result_says_what_makes_it(tmp_path):
 )
 def test_a_file_that_is_no_result_is_named(text, tmp_path):
     (tmp_path / "sinks.json").write_text(text)
-    with pytest.raises(KvprobeError, match=r"sinks.json is no result .*python -m analyses.sinks"):
+    with pytest.raises(KvprobeError, match=r"sinks.json is not a result .*python -m analyses.sinks"):
         ALL["sinks"].save(tmp_path, tmp_path)
 
 
 def test_a_result_without_a_column_is_named_with_it(tmp_path):
     Result("sinks", [{"layer": 0, "mass": 0.5}], RUN).save(tmp_path / "sinks")
-    with pytest.raises(KvprobeError, match=r"sinks\.json is no result of sinks \(row 1: uniform is not there\): make"):
+    with pytest.raises(
+        KvprobeError, match=r"sinks\.json is not a result of sinks \(row 1: uniform is not there\): make"
+    ):
         ALL["sinks"].save(tmp_path, tmp_path)
     Result("sinks", [{"layer": 0, "mass": 0.5, "uniform": 0.1}], RUN).save(tmp_path / "sinks")
     with pytest.raises(KvprobeError, match=r"sinks\.json cannot be drawn \(KeyError: 'head_mass'\): make it with"):
@@ -224,14 +226,14 @@ def test_a_result_without_a_column_is_named_with_it(tmp_path):
 
 def test_an_error_while_drawing_blames_the_figure_too_and_without_a_result_nothing_else(results, tmp_path):
     mistaken = Picture("sinks", lambda result, width: len(7), needs="sinks")
-    with pytest.raises(KvprobeError, match=r"drawn \(TypeError: .*\): make it with .*; if a new .* figure is at fault"):
+    with pytest.raises(KvprobeError, match=r"drawn \(TypeError: .*\): make it with .*; if a new .* figure is wrong"):
         mistaken.save(results, tmp_path)
     with pytest.raises(TypeError):
         Picture("drawn", lambda width: len(7)).save(results, tmp_path)
 
 
 # what nobody can draw of nothing but zeros; the others are points at zero
-ZEROS = {"latency": "ValueError: no row is of batch 1", "roofline": "ZeroDivisionError: float division by zero"}
+ZEROS = {"latency": "ValueError: no row has batch 1", "roofline": "ZeroDivisionError: float division by zero"}
 
 
 def with_every_number(value, name, folder):
@@ -260,7 +262,7 @@ def test_zeros_are_drawn_where_they_can_be(name, tmp_path, monkeypatch):
 def test_what_should_be_a_number_and_is_none_is_named_with_its_place(name, value, said, tmp_path):
     with_every_number(value, name, tmp_path)
     column = ALL[name].numbers.split()[0]
-    wanted = rf"{name}\.json is no result of {name} \(row 1: {column} is {said}, no number\): make it with"
+    wanted = rf"{name}\.json is not a result of {name} \(row 1: {column} is {said}, not a number\): make it with"
     with pytest.raises(KvprobeError, match=wanted):
         ALL[name].save(tmp_path, tmp_path)
     assert ALL[name].missing(tmp_path, "tiny") is not ALL[name].hours
@@ -274,7 +276,7 @@ def test_a_result_of_another_analysis_is_not_drawn(tmp_path):
 
 def test_a_folder_where_a_result_should_be_is_named(tmp_path):
     (tmp_path / "sinks.json").mkdir()
-    with pytest.raises(KvprobeError, match=r"sinks\.json is no result .*irectory.*: make it with"):
+    with pytest.raises(KvprobeError, match=r"sinks\.json is not a result .*irectory.*: make it with"):
         ALL["sinks"].save(tmp_path, tmp_path)
 
 
@@ -398,7 +400,7 @@ def test_the_relief_map_is_the_rows_and_its_front_the_flagged_ones():
     ax = relief.draw(RELIEF, axes())
     marks = {name: (x, y) for name, (x, y, _) in bars_of(ax).items()}
     assert marks["as it is"] == ([4096.0], [3.0])
-    assert marks["rank, basis of later tokens of the same text"] == ([2048.0], [3.4])
+    assert marks["rank, basis of later tokens"] == ([2048.0], [3.4])
     (front,) = (line for line in ax.lines if line.get_label().startswith("front"))
     assert front.get_xydata().tolist() == [[1024, 3.2], [2000, 3.1], [4096, 3.0]]
     assert sorted(text.get_text() for text in ax.texts) == ["4", "4", "8"]
@@ -420,7 +422,7 @@ def test_quality_by_cache_is_the_summary_and_every_seed():
         ({"protocol": "not the published protocol"}, "letters, 9 steps, not the published protocol"),
         (
             {"protocol": PUBLISHED, "missing": ["1 KV head, seed 1"] * 3},
-            "not finished: 3 more models are to be trained",
+            "not finished: 3 more models to train",
         ),
     ],
 )
@@ -480,9 +482,9 @@ def test_a_result_plots_itself(analysis):
 
 
 def test_a_result_without_a_picture_says_so():
-    with pytest.raises(ValueError, match="no picture belongs to the analysis 'generate'"):
+    with pytest.raises(ValueError, match="the analysis 'generate' has no picture"):
         Result("generate", [{"text": "a"}], RUN).plot()
-    with pytest.raises(ValueError, match="a row a head"):
+    with pytest.raises(ValueError, match="one row a head"):
         Result("sinks", [{"layer": 0, "head": 0, "mass": 0.5}], RUN).plot()
     with pytest.raises(ValueError, match="streamed"):
         Result("window", WINDOW, RUN | {"stream": True}).plot()

@@ -19,14 +19,14 @@ import signal, sys
 from pathlib import Path
 import click
 from kvprobe.cli.main import run
-from kvprobe.files.store import publish, run_watched
+from kvprobe.files.store import atomic_dir, run_watched
 signal.signal(signal.SIGINT, signal.default_int_handler)
 target, fifo = sys.argv[1:]
 waiting = f"import signal; file = open({fifo!r}, 'w'); print('begun', file=file, flush=True); signal.pause()"
 child = [sys.executable, "-c", waiting]
 @click.command()
 def make():
-    publish(Path(target), lambda directory: run_watched(child, log=directory.parent / "log", watch=lambda: None))
+    atomic_dir(Path(target), lambda directory: run_watched(child, log=directory.parent / "log", watch=lambda: None))
 run(make, [], name="make")
 """
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends a child with its parent")
@@ -82,7 +82,7 @@ def test_a_kill_ends_the_child_too_and_the_next_run_for_another_target_clears_up
     assert partial.startswith(".one.partial-")
     assert making.end(signal.SIGKILL) == (-signal.SIGKILL, "", True)
     assert entries(folder) == [partial]
-    store.publish(folder / "two", lambda directory: (directory / "file").write_text("two"))
+    store.atomic_dir(folder / "two", lambda directory: (directory / "file").write_text("two"))
     assert entries(folder) == ["two"]
 
 
@@ -101,7 +101,7 @@ def test_any_command_sweeps_every_folder_of_ours(main, tmp_path, monkeypatch):
 
 def test_a_training_under_way_keeps_the_snapshot_that_it_writes(tmp_path):
     (tmp_path / ".kv1.safetensors.partial").write_text("half")
-    with store.alone(tmp_path / "kv1") as ours:
+    with store.try_lock(tmp_path / "kv1") as ours:
         assert ours
         store.sweep(tmp_path)
         assert entries(tmp_path) == [".kv1.safetensors.partial"]
@@ -157,7 +157,7 @@ def test_a_home_of_no_user_is_one_line(main, monkeypatch):
         done = main(*arguments)
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
-        assert line.startswith("kvprobe: KVPROBE_HOME is '~nosuchuser/x', of a user who has no home: set it to")
+        assert line.startswith("kvprobe: KVPROBE_HOME is '~nosuchuser/x', whose user has no home directory: set it to")
 
 
 def test_a_home_that_is_a_file_is_one_line(main, tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_a_home_that_is_a_file_is_one_line(main, tmp_path, monkeypatch):
     done = main("pull", "gpt2-tokenizer", "--quiet")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.endswith("Not a directory; set KVPROBE_HOME to a directory that can be written")
+    assert line.endswith("Not a directory; set KVPROBE_HOME to a writable directory")
 
 
 def test_a_home_may_be_relative_and_an_empty_one_is_none(tmp_path, monkeypatch):
@@ -179,4 +179,4 @@ def test_a_home_may_be_relative_and_an_empty_one_is_none(tmp_path, monkeypatch):
 def test_a_home_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KvprobeError, match=r"one could not be written to .*: Not a directory"):
-        store.publish(tmp_path / "file" / "models" / "one", lambda directory: None)
+        store.atomic_dir(tmp_path / "file" / "models" / "one", lambda directory: None)

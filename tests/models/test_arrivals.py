@@ -158,7 +158,7 @@ def test_fp8_with_blocks_that_run_over_the_edge_is_refused(llama):
     key = "model.layers.1.self_attn.q_proj.weight"
     llama.weights |= {key: llama.weights[key].to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(2, 1)}
     told = llama.refused(UnsupportedModelError, quantization_config=FP8 | {"weight_block_size": [24, 64]})
-    assert f"{key} of the shape [32, 32], no whole number of blocks of 24 × 64" in told
+    assert f"{key} of the shape [32, 32], not a multiple of blocks of 24 × 64" in told
 
 
 def test_fp8_with_one_scale_a_tensor_is_the_same_model(llama):
@@ -277,7 +277,7 @@ def test_a_head_for_another_task_is_left_with_a_notice(llama, tiny_llama, head):
     assert same(llama.load(), plain)
     told = []
     loading.load(str(llama.directory), device="cpu", progress=lambda what, *_: told.append(what))
-    assert f"llama: {head} is of a head for another task and is not read" in told
+    assert f"llama: {head} belongs to a head for another task and is not read" in told
     llama.weights[f"model.layers.1.{head}"] = torch.ones(2, 32)
     assert f"first model.layers.1.{head}" in llama.refused()
 
@@ -345,6 +345,6 @@ def test_what_headers_and_configuration_show_is_refused_before_torch(llama, tmp_
     assert told[0].startswith("config.json of huge describes")
     assert told[1] == "config.json of deep says 1,000,000,000 for num_hidden_layers: more than 10,000"
     assert told[2] == "config.json of wide says 1.5 for intermediate_size: it must be a whole number, at least 1"
-    assert re.match(r"config\.json of novel describes 9,000 layers and its weights are \d+ tensors", told[3])
+    assert re.match(r"config\.json of novel describes 9,000 layers, but its weights are \d+ tensors", told[3])
     assert told[4] == "the config.json of nested is nested too deeply to be read"
     assert told[5].startswith("coded is quantised without a quantization_config")

@@ -87,7 +87,7 @@ def test_a_file_without_any_one_of_its_tensors_is_refused_and_one_too_many_is_na
         with pytest.raises(KvprobeError, match=f"^model.gguf: a tensor is missing, first {name}: "):
             describe(path)
     write(path, architecture, keys, tensors | {"blk.1.strange.weight": np.ones(32, np.float32)})
-    with pytest.raises(UnsupportedModelError, match=r"1 of its tensors are no part .* 'blk.1.strange.weight'"):
+    with pytest.raises(UnsupportedModelError, match=r"1 of its tensors are not part .* 'blk.1.strange.weight'"):
         describe(path)
 
 

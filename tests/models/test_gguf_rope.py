@@ -81,9 +81,9 @@ def test_the_published_llama3_parameters_come_back():
 def test_factors_that_no_rope_type_gives_are_refused(wrong):
     freqs = llama3_factors(8.0, 1.0, 4.0, 8192)
     freqs[wrong] *= 1.001
-    with pytest.raises(UnsupportedModelError, match=r"^rope_freqs\.weight stretches RoPE as no rope_type"):
+    with pytest.raises(UnsupportedModelError, match=r"^rope_freqs\.weight stretches RoPE unlike any rope_type"):
         of(freqs=freqs.tolist())
-    with pytest.raises(UnsupportedModelError, match=r"^rope_freqs\.weight holds no 64 positive factors"):
+    with pytest.raises(UnsupportedModelError, match=r"^rope_freqs\.weight does not hold 64 positive factors"):
         of(freqs=freqs[:-1].tolist())
 
 
@@ -147,7 +147,7 @@ def test_a_scaling_that_is_not_understood_is_refused_by_name(keys, said):
 
 
 def test_two_scalings_at_once_are_refused():
-    with pytest.raises(UnsupportedModelError, match=r"scaled twice, by rope_freqs\.weight and .* 'linear'"):
+    with pytest.raises(UnsupportedModelError, match=r"scaled by both rope_freqs\.weight and .* 'linear'"):
         of({"type": "linear", "factor": 4.0}, freqs=llama3_factors(8.0, 1.0, 4.0, 8192).tolist())
 
 

@@ -43,23 +43,23 @@ def test_a_header_gives_the_type_shape_and_file_of_every_tensor(tmp_path):
 @pytest.mark.parametrize(
     ("header", "told"),
     [
-        (changed("a", dtype="Q4"), "m has a of the type 'Q4', which is not known"),
-        (changed("a", dtype=["F32"]), "m has a of the type ['F32']"),
-        (changed("a", shape=[2, -3]), "m has a of the shape [2, -3], which is no list of whole numbers"),
+        (changed("a", dtype="Q4"), "m has a of the unknown type 'Q4'"),
+        (changed("a", dtype=["F32"]), "m has a of the unknown type ['F32']"),
+        (changed("a", shape=[2, -3]), "m has a of the shape [2, -3], which is not a list of whole numbers"),
         (changed("a", shape=[2, 3.0]), "m has a of the shape [2, 3.0]"),
         (changed("a", shape=[True, 6]), "m has a of the shape [True, 6]"),
         (changed("a", shape=6), "m has a of the shape 6"),
-        (changed("a", shape=[2**63]), "no list of whole numbers"),
-        (changed("a", shape=[1] * 65), "no list of whole numbers"),
+        (changed("a", shape=[2**63]), "not a list of whole numbers"),
+        (changed("a", shape=[1] * 65), "not a list of whole numbers"),
         (changed("a", shape=[2, 4]), "m gives 24 bytes to a, F32 of the shape [2, 4]"),
-        (changed("a", data_offsets=[0]), "m has a at [0], which is no place in the file"),
+        (changed("a", data_offsets=[0]), "m has a at [0], which is not a place in the file"),
         (changed("a", data_offsets=None), "m has a at None"),
-        (changed("b", data_offsets=[22, 24]), "m has b at byte 22 of the data, where 24 is free next"),
-        (changed("b", data_offsets=[26, 28]), "of the data, where 24 is free next"),
-        ({**GOOD, "d": 5}, "m says nothing of d that a tensor needs"),
-        ([1], "m has a header that is no JSON object"),
+        (changed("b", data_offsets=[22, 24]), "m has b at byte 22 of the data, where 24 is expected"),
+        (changed("b", data_offsets=[26, 28]), "of the data, where 24 is expected"),
+        ({**GOOD, "d": 5}, "m does not describe d as a tensor"),
+        ([1], "m has a header that is not a JSON object"),
         (b"{]", "m has a header that is not JSON"),
-        (b'{"a": {}, "a": {}}', "m has a header that is not JSON: the key 'a' stands twice"),
+        (b'{"a": {}, "a": {}}', "m has a header that is not JSON: the key 'a' appears twice"),
         (b"\xff\xfe{}", "m has a header that"),
         (b"[" * 50_000, "m has a header that is nested too deeply"),
         (b'{"a":' * 50_000, "m has a header that is nested too deeply"),
@@ -76,12 +76,12 @@ def test_a_file_that_is_cut_says_how_many_bytes_there_are_of_how_many(tmp_path):
     path = write(tmp_path / "model.safetensors", GOOD)
     whole = path.stat().st_size
     os.truncate(path, whole - 1)
-    with pytest.raises(KvprobeError, match=rf"m has {whole - 1:,} bytes of {whole:,}: it is cut: fetch it again"):
+    with pytest.raises(KvprobeError, match=rf"m has {whole - 1:,} bytes of {whole:,}: it is truncated: fetch it again"):
         headers.read_header(path, "m")
     os.truncate(path, 20)
     with pytest.raises(KvprobeError, match=r"m claims a header of .* bytes and has 20: fetch it again"):
         headers.read_header(path, "m")
-    with pytest.raises(KvprobeError, match="what stands behind is no tensor"):
+    with pytest.raises(KvprobeError, match="the rest is not a tensor"):
         headers.read_header(write(path, GOOD, n_data=29), "m")
     path.write_bytes(b"")
     with pytest.raises(KvprobeError, match="m has a header that is not JSON"):
@@ -134,7 +134,7 @@ def test_the_index_says_which_files_there_are(sharded):
 
 def test_a_shard_that_is_missing_is_named(sharded):
     (sharded / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(KvprobeError, match=r"model is not whole: model-00002-of-00002\.safetensors is missing"):
+    with pytest.raises(KvprobeError, match=r"model is incomplete: model-00002-of-00002\.safetensors is missing"):
         headers.weight_files(sharded)
 
 
@@ -214,7 +214,7 @@ def test_one_file_of_weights_is_read_before_an_index_as_transformers_does(sharde
 @pytest.mark.parametrize("name", [5, None, ["model.safetensors"], "", "a\0b", {}])
 def test_an_index_that_names_no_file_is_damaged(sharded, name):
     index(sharded, {"a": name})
-    with pytest.raises(KvprobeError, match=r"index\.json in model is damaged \(a is in .*no file name\)"):
+    with pytest.raises(KvprobeError, match=r"index\.json in model is damaged \(a is in .*not a file name\)"):
         headers.weight_files(sharded)
 
 

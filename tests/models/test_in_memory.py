@@ -66,7 +66,7 @@ def test_a_string_and_ids_are_read_whole(loaded):
     [
         ({"string": "a", "ids": [1, 2]}, "text, string and ids exclude each other"),
         ({"text": "manual", "string": "a"}, "text, string and ids exclude each other"),
-        ({"dtype": "bfloat16"}, "dtype and device are the model's own"),
+        ({"dtype": "bfloat16"}, "a model in memory has its own dtype and device"),
         ({"ids": [1]}, "at least 2 whole numbers"),
         ({"ids": [1.0, 2.0]}, "at least 2 whole numbers"),
         ({"ids": [[1, 2]]}, "at least 2 whole numbers"),

@@ -124,7 +124,7 @@ def test_code_of_the_repository_is_never_run(gpt2_random, tmp_path):
     (own / "config.json").write_text(json.dumps(config))
     witness = tmp_path / "ran"
     (own / "modeling_novel.py").write_text(f"open({str(witness)!r}, 'w')\nclass Novel: pass\n")
-    with pytest.raises(UnsupportedModelError, match=r"own-code wants Python code.*modeling_novel\.Novel"):
+    with pytest.raises(UnsupportedModelError, match=r"own-code needs Python code.*modeling_novel\.Novel"):
         loading.load(str(own))
     # a family that transformers has is loaded as that, whatever else the repository offers
     (own / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
@@ -169,7 +169,7 @@ def test_a_model_beyond_the_free_memory_is_refused_with_both_numbers(gpt2_random
         available = 4 * n_elements - 1
 
     monkeypatch.setattr(psutil, "virtual_memory", Memory)
-    with pytest.raises(KvprobeError, match=r"needs 0\.01 GiB .* 0\.01 GiB are free in memory.*bfloat16"):
+    with pytest.raises(KvprobeError, match=r"would need 0\.01 GiB .* 0\.01 GiB are free in memory.*bfloat16"):
         loading.load(str(gpt2_random), device="cpu")
     assert loading.load(str(gpt2_random), device="cpu", dtype="bfloat16").dtype == "bfloat16"
 
@@ -311,7 +311,7 @@ def test_a_file_that_comes_damaged_is_removed_and_told(repository, tmp_path):
         hub.wrong = True
         out = run_apart("someone/small", home=tmp_path, endpoint=hub.url)
     expected = store.sha256(repository / "model.safetensors")
-    assert f"model.safetensors of someone/small came damaged: expected SHA-256 {expected}" in out["error"]
+    assert f"model.safetensors of someone/small arrived damaged: expected SHA-256 {expected}" in out["error"]
     assert not list((tmp_path / "hf").rglob("model.safetensors"))
     assert not list((tmp_path / "hf").rglob(expected))
 

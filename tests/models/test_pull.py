@@ -207,7 +207,7 @@ def test_of_two_pulls_at_once_the_second_waits_says_so_and_finds_it_done(wheel, 
         assert first.stdout.readline() == "downloading\n"
         with start(wheel, home=home) as second:
             second.stdin.close()
-            assert second.stdout.readline().startswith("waiting for another run that makes tiny")
+            assert second.stdout.readline().startswith("waiting for another run to make tiny")
             first.stdin.close()
             said, last = second.stdout.read().splitlines(), first.stdout.read().splitlines()
     assert (first.returncode, second.returncode, last) == (0, 0, ["tiny"])

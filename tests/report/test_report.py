@@ -25,7 +25,7 @@ from kvprobe.results.result import Result
 from support.models import write_random
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\alpha$"
-FAST = report.Plan(tokens=48, seconds=0.01)
+FAST = report.ReportConfig(tokens=48, seconds=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_a_section_that_is_refused_says_why_and_the_others_go_on(llama, tmp_path
     monkeypatch.setattr(lowrank, "run", refuse)
     refused = report.write(str(llama), tmp_path / "a.html", FAST)
     text = (tmp_path / "a.html").read_text()
-    assert refused == ["How small a rank it bears"]
+    assert refused == ["Loss by rank"]
     assert "Not measured: the &lt;family&gt; goes another way" in text
     assert text.count("<figure>") == 2
 
@@ -253,7 +253,10 @@ cli.main()
 
 
 def test_a_model_or_text_that_cannot_be_had_leaves_no_page(llama, tmp_path):
-    for model, plan in ((str(tmp_path / "nosuch"), FAST), (str(llama), report.Plan(text=str(tmp_path / "no.txt")))):
+    for model, plan in (
+        (str(tmp_path / "nosuch"), FAST),
+        (str(llama), report.ReportConfig(text=str(tmp_path / "no.txt"))),
+    ):
         with pytest.raises(KvprobeError):
             report.write(model, tmp_path / "a.html", plan)
     assert not (tmp_path / "a.html").exists()
@@ -292,7 +295,7 @@ def test_a_busy_machine_is_named_with_the_speed_and_below_its_table(llama, tmp_p
     monkeypatch.setattr(report, "SECTIONS", [part for part in report.SECTIONS if part[0] in ("model", "speed")])
     speed = report.measure(str(llama), FAST)[1]
     assert speed.sentences[0].endswith("; busy machine, not to be quoted.")
-    assert speed.caption.endswith("under the machine's own roof; busy machine, not to be quoted.")
+    assert speed.caption.endswith("under the machine's own roofline; busy machine, not to be quoted.")
     assert [figure.get_suptitle() for figure in speed.pictures] == ["busy machine, not to be quoted"] * 2
     assert speed.record["busy"] == ["other work used 1.00 of 2 cores while it was timed"]
     text = document("t", "l", [speed]).decode()

@@ -81,7 +81,7 @@ def test_no_rows_is_an_error():
 
 
 def test_rows_that_differ_in_their_fields_are_an_error():
-    with pytest.raises(ValueError, match="rows differ in their fields: b"):
+    with pytest.raises(ValueError, match="the fields of the rows differ: b"):
         result(rows=[{"a": 1}, {"a": 1, "b": 2}])
 
 

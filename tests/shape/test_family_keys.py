@@ -83,7 +83,7 @@ def test_what_is_kept(name):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "unheard_of", "use_mla": True}, "says use_mla and no kv_lora_rank"),
+        ({"model_type": "unheard_of", "use_mla": True}, "says use_mla but not kv_lora_rank"),
         ({"model_type": "ouro", "total_ut_steps": 4}, "says total_ut_steps"),
         ({"model_type": "rwkv7", "attn": {"layers": [3], "num_heads": 4}}, "says attn,"),
         ({"model_type": "mamba2", "attn": {"layers": [3]}}, "says attn,"),

@@ -121,5 +121,5 @@ def test_a_tokenizers_ids_and_its_whole_vocabulary(gpt2_tokenizer_files):
 
 
 def test_an_id_beyond_the_vocabulary_is_refused():
-    with pytest.raises(KvprobeError, match="t has the id 9, and the vocabulary 9 ids"):
+    with pytest.raises(KvprobeError, match="t has the id 9, but the vocabulary only 9 ids"):
         Corpus("t", "", "ids", 9, torch.arange(10), length=2, n_train=2, n_valid=2)

@@ -112,7 +112,7 @@ def test_a_passage_is_the_slice_of_the_whole_text_or_an_error_with_both_counts(
         passage = encode(tokenizer_of("gpt2"), a_text(text * copies), n_tokens=n_tokens, offset=offset)
         assert passage.ids.tolist() == whole[offset : offset + n_tokens]
     else:
-        with pytest.raises(KvprobeError, match=rf"need {offset + n_tokens} .* holds {len(whole)};"):
+        with pytest.raises(KvprobeError, match=rf"need {offset + n_tokens} .* has {len(whole)};"):
             encode(tokenizer_of("gpt2"), a_text(text * copies), n_tokens=n_tokens, offset=offset)
 
 
@@ -158,9 +158,9 @@ def test_a_vocabulary_that_joins_words_still_gives_the_slice_of_the_whole() -> N
 def test_the_last_token_of_a_text_can_be_had_and_no_more(plain: Any) -> None:
     found = len(ids_of(plain, BUNDLED))
     assert encode(plain, a_text(BUNDLED), n_tokens=found, bos="drop").n_tokens == found
-    with pytest.raises(KvprobeError, match=f"a is too short: {found + 1} tokens need {found + 1} .* it holds {found};"):
+    with pytest.raises(KvprobeError, match=f"a is too short: {found + 1} tokens need {found + 1} .* it has {found};"):
         encode(plain, a_text(BUNDLED), n_tokens=found + 1)
-    with pytest.raises(KvprobeError, match=f"need {found + 2} .* it holds {found + 1};"):
+    with pytest.raises(KvprobeError, match=f"need {found + 2} .* it has {found + 1};"):
         encode(plain, a_text(BUNDLED), n_tokens=found + 2, bos="add")
 
 
@@ -229,7 +229,7 @@ def test_heldout_goes_on_where_the_passage_ended_with_a_bos_of_its_own(plain: An
 
 def test_a_text_too_short_for_the_held_out_half_says_what_both_need(plain: Any) -> None:
     found = len(ids_of(plain, BUNDLED))
-    with pytest.raises(KvprobeError, match=f"{found} tokens from token {found} on need {2 * found} .* holds {found};"):
+    with pytest.raises(KvprobeError, match=f"{found} tokens from token {found} on need {2 * found} .* has {found};"):
         heldout(plain, a_text(BUNDLED), n_tokens=found)
 
 
@@ -342,7 +342,7 @@ def test_what_is_no_text_is_refused_with_its_place(tmp_path: Path, data: bytes, 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("nowhere.txt", "there is no such file"), (".", "is a directory"), ("x" * 5000, "cannot read")],
+    [("nowhere.txt", "no such file"), (".", "is a directory"), ("x" * 5000, "cannot read")],
 )
 def test_a_file_that_cannot_be_read_is_refused_with_what_can(name: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(KvprobeError, match=says) as refused:

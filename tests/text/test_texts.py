@@ -62,11 +62,11 @@ def test_an_endless_stream_is_read_as_far_as_needed_and_says_so(endless, letters
     # a third block shows that it goes on
     assert endless.taken == 3 * BLOCK
     assert (text.text, text.sha256) == ("y\n" * BLOCK, sha256(b"y\n" * BLOCK))
-    assert str(text.cut) == "cut: 131,072 bytes of a stream that goes on"
+    assert str(text.cut) == "cut: 131,072 bytes of a longer stream"
     passage = encode(letters, text, n_tokens=64)
     assert run_record(passage)["text_cut"] == {"n_read": n_read, "n_bytes": None}
     assert notices(passage) == [f"stdin is {text.cut}; the SHA-256 is of those that were read"]
-    with pytest.raises(KvprobeError, match=r"stdin is too short: .*\(cut: 131,072 bytes of a stream that goes on\)"):
+    with pytest.raises(KvprobeError, match=r"stdin is too short: .*\(cut: 131,072 bytes of a longer stream\)"):
         encode(letters, text, n_tokens=2 * BLOCK)
 
 
@@ -151,7 +151,7 @@ def test_a_passage_of_a_cut_text_is_that_of_the_whole(tmp_path, letters):
         assert make(letters, part, n_tokens=900).ids.tolist() == make(letters, all_of_it, n_tokens=900).ids.tolist()
     most = BLOCK - passages.MARGIN
     assert encode(letters, part, n_tokens=most).ids.tolist() == encode(letters, all_of_it, n_tokens=most).ids.tolist()
-    with pytest.raises(KvprobeError, match=rf"holds {most} \(cut: 65,536 bytes of 196,608\)"):
+    with pytest.raises(KvprobeError, match=rf"has {most} \(cut: 65,536 bytes of 196,608\)"):
         encode(letters, part, n_tokens=most + 1)
 
 
@@ -181,7 +181,7 @@ def test_a_word_of_the_command_line_that_is_not_utf8_is_named_with_its_byte():
 def test_a_prompt_that_is_not_utf8_or_has_no_end_is_one_line(main, gpt2_random, endless):
     for prompt, says in (
         (os.fsdecode(b"\xff"), "the prompt is not UTF-8: byte 0xff at offset 0; convert it to UTF-8 first"),
-        ("-", "the prompt on standard input is cut: 16,777,216 bytes of a stream that goes on; give one of at most"),
+        ("-", "the prompt on standard input is cut: 16,777,216 bytes of a longer stream; give one of at most"),
     ):
         done = main("generate", gpt2_random, prompt)
         assert (done.returncode, done.stdout) == (1, "")

@@ -65,8 +65,7 @@ def test_a_text_that_begins_with_the_bos_has_one_whatever_is_asked_for(front, bo
     assert run_record(passage).items() >= {"bos": bos, "has_bos": True, "bos_in_text": True}.items()
     assert "(with BOS, the text's own)" in passage_of(run_record(passage) | {"model": "m"})
     assert notices(passage) == [
-        "a.txt begins with a begin-of-sequence mark of its own: it is not put there again, and --bos drop leaves it "
-        "there"
+        "a.txt begins with a begin-of-sequence mark of its own: none is added, and --bos drop keeps it"
     ]
 
 
@@ -75,7 +74,7 @@ def test_a_text_without_a_mark_has_what_the_policy_puts_there():
         passage = encode(words("<s>"), a_text("the <s> tide came up"), n_tokens=4, bos=bos)
         assert passage.ids.tolist() == [*front, THE, S, TIDE, CAME][:4]
         assert (passage.has_bos, passage.bos_in_text) == (bool(front), False)
-        where = "2, behind that at token 0" if front else "1, and token 0 is none"
+        where = "2, after the one at token 0" if front else "1, and token 0 is not one"
         assert notices(passage) == [f"a.txt holds a begin-of-sequence mark at token {where}"]
         assert "bos_in_text" not in run_record(passage)
 
@@ -84,7 +83,7 @@ def test_two_of_the_texts_own_are_two_and_said():
     passage = encode(words("<s>"), a_text("<s><s>the tide"), n_tokens=4)
     assert passage.ids.tolist() == [S, S, THE, TIDE]
     assert (passage.n_front, passage.first_content_id) == (2, THE)
-    assert "begins with 2 begin-of-sequence marks of its own: they are" in notices(passage)[0]
+    assert "begins with 2 begin-of-sequence marks of its own: none is" in notices(passage)[0]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_the_passage_after_one_with_a_bos_of_its_own_shares_no_token(bos):
 
 def test_marks_alone_have_no_token_to_repeat():
     passage = encode(words(), a_text("<s><s><s>the"), n_tokens=2)
-    with pytest.raises(KvprobeError, match=r"a\.txt holds begin-of-sequence marks alone: ask for more tokens"):
+    with pytest.raises(KvprobeError, match=r"a\.txt holds only begin-of-sequence marks: ask for more tokens"):
         control(passage, "repeat", words(), seed=0)
 
 

@@ -15,7 +15,7 @@ from kvprobe.errors import KvprobeError
 from kvprobe.text.corpus import Corpus
 from kvprobe.training import loop
 from kvprobe.training.checkpoint import Snapshot
-from kvprobe.training.loop import Plan, gradients, seeded, train, validate
+from kvprobe.training.loop import TrainConfig, gradients, seeded, train, validate
 from support.training import CONFIG, PLAN, corpus
 
 TESTS = Path(__file__).parents[1]
@@ -113,9 +113,9 @@ def test_another_runs_snapshot_is_refused_with_what_differs(tmp_path):
     with pytest.raises(KvprobeError, match="belongs to another training run: seed is 1 there and 2 here; remove it"):
         Snapshot(place, {"seed": 2, "heads": 8}).read()
     place.write_bytes(b"something else")
-    with pytest.raises(KvprobeError, match=r"run\.safetensors is no snapshot"):
+    with pytest.raises(KvprobeError, match=r"run\.safetensors is not a snapshot"):
         Snapshot(place).read()
-    with pytest.raises(KvprobeError, match="is no snapshot"):
+    with pytest.raises(KvprobeError, match="is not a snapshot"):
         Snapshot(place).remove()
     assert place.read_bytes() == b"something else"
 
@@ -136,7 +136,9 @@ def test_gradients_are_those_of_the_mean_loss_whatever_the_parts():
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_the_steps_are_adamw_as_published(clip):
     # a large eps, so that the size of a gradient matters, and with it clipping
-    plan = Plan(steps=3, batch=6, micro_batch=6, learning_rate=0.1, weight_decay=0.1, eps=0.1, clip=clip, warm_up=2)
+    plan = TrainConfig(
+        steps=3, batch=6, micro_batch=6, learning_rate=0.1, weight_decay=0.1, eps=0.1, clip=clip, warm_up=2
+    )
     trained, ours = seeded(CONFIG, seed=0), seeded(CONFIG, seed=0)
     train(trained, corpus(), plan)
     parameters = [*ours.parameters()]
@@ -161,14 +163,14 @@ def test_the_steps_are_adamw_as_published(clip):
 
 
 def test_the_rate_rises_and_stays_or_falls_on_a_cosine():
-    constant = Plan(steps=6, learning_rate=2.0, warm_up=2)
+    constant = TrainConfig(steps=6, learning_rate=2.0, warm_up=2)
     assert [constant.rate(step) for step in range(6)] == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
-    cosine = Plan(steps=5, learning_rate=2.0, schedule="cosine", floor=0.1)
+    cosine = TrainConfig(steps=5, learning_rate=2.0, schedule="cosine", floor=0.1)
     # half way between 2.0 and 0.2 in the middle, on the floor at the last step
     assert [cosine.rate(step) for step in (0, 2, 4)] == pytest.approx([2.0, 1.1, 0.2])
-    assert Plan(steps=1, schedule="cosine").rate(0) == 1e-3
+    assert TrainConfig(steps=1, schedule="cosine").rate(0) == 1e-3
     # both: the cosine begins where the warm-up ends
-    both = Plan(steps=7, learning_rate=2.0, schedule="cosine", warm_up=2, floor=0.1)
+    both = TrainConfig(steps=7, learning_rate=2.0, schedule="cosine", warm_up=2, floor=0.1)
     assert [both.rate(step) for step in (0, 1, 2, 4, 6)] == pytest.approx([1.0, 2.0, 2.0, 1.1, 0.2])
 
 
@@ -190,7 +192,7 @@ def test_as_many_kv_heads_as_heads_is_multi_head_attention_to_the_bit():
 
 def test_a_model_learns_what_repeats():
     decoder = seeded(CONFIG, seed=0)
-    history = train(decoder, periodic(), Plan(steps=60, batch=8, learning_rate=1e-2, validate_every=30))
+    history = train(decoder, periodic(), TrainConfig(steps=60, batch=8, learning_rate=1e-2, validate_every=30))
     assert history.train_losses[0] == pytest.approx(math.log(11), abs=0.3)
     # only the first target of a window could be in doubt, and its token says all
     assert history.best.loss < 0.05
@@ -257,12 +259,12 @@ def test_a_validation_that_is_not_finite_is_named_too(monkeypatch):
         ({"schedule": "linear"}, "schedule must be one of constant, cosine, got 'linear'"),
         ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, got 'float16'"),
         ({"skip": -1}, "skip must be at least 0 batches, got -1"),
-        ({"floor": 1.5}, "floor must be between 0 and 1 of the rate, got 1.5"),
+        ({"floor": 1.5}, "floor must be between 0 and 1 times the rate, got 1.5"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        Plan(**settings)
+        TrainConfig(**settings)
 
 
 def test_what_does_not_fit_together_is_refused_before_the_first_step():

@@ -107,7 +107,7 @@ def command(model: str | None, **options: Any) -> None:
 def _train(options: dict[str, Any]) -> Any:
     from dataclasses import replace
 
-    from kvprobe.cells.run_store import Shelf
+    from kvprobe.cells.run_store import RunStore
     from kvprobe.cli.console import notice, progress_bar
     from kvprobe.experiments import gqa
     from kvprobe.files.store import home
@@ -123,7 +123,7 @@ def _train(options: dict[str, Any]) -> Any:
     n_train = options["train_windows"] or protocol.n_train
     n_valid = options["valid_windows"] or protocol.n_valid
     protocol = replace(protocol, plan=plan, n_train=n_train, n_valid=n_valid)
-    shelf = Shelf(home() / "gqa")
+    store = RunStore(home() / "gqa")
     seeds = range(options["seed"], options["seed"] + options["seeds"])
     try:
         with progress_bar(quiet) as progress:
@@ -134,7 +134,7 @@ def _train(options: dict[str, Any]) -> Any:
                 notice(f"--quick is {gqa.words_of(protocol, corpus)}", quiet=quiet)
             return gqa.run(
                 corpus,
-                shelf,
+                store,
                 protocol,
                 kv_heads=options["kv_heads"] or (8, 4, 2, 1),
                 seeds=seeds,

@@ -38,9 +38,11 @@ def command(model: str, **options: Any) -> None:
     from kvprobe.cli.console import notice, progress_bar
     from kvprobe.report import report
 
-    plan = report.Plan(**{name: options[name] for name in ("text", "tokens", "bos", "dtype", "device", "seed")})
+    config = report.ReportConfig(
+        **{name: options[name] for name in ("text", "tokens", "bos", "dtype", "device", "seed")}
+    )
     with progress_bar(options["quiet"]) as progress:
-        refused = report.write(model, options["out"], plan, progress=progress)
+        refused = report.write(model, options["out"], config, progress=progress)
     for heading in refused:
         notice(f"{heading}: not measured, the page says why", quiet=options["quiet"])
     notice(f"the page is {options['out']}", quiet=options["quiet"])
