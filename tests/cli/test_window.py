@@ -241,7 +241,7 @@ def test_a_result_that_could_not_be_written_is_still_there(run, tiny_llama, home
         (["--tokens", 64, "--every", 0], 1, "every must be at least 1 token, got 0"),
         (["--tokens", 64, "--score-from", 64], 1, "score-from must be between 0 and 61 for 64 tokens"),
         (["--tokens", 64, "--window", 0], 1, "window must be at least 1 (the query itself), got 0"),
-        (["--tokens", 64, "--state", __file__], 1, "test_cli_window.py is no state of a stream"),
+        (["--tokens", 64, "--state", __file__], 1, "test_window.py is not a state of a stream"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(run, gpt2_random, home, arguments, status, says):

@@ -286,7 +286,7 @@ def test_a_file_that_is_no_state_is_neither_read_nor_removed(tmp_path, content):
     (tmp_path / "s").write_bytes(content)
     state = state_of(tmp_path / "s", SOME, tiny_ids(9)[0])
     for refused in (state.read, state.remove):
-        with pytest.raises(KvprobeError, match="s is no state of a stream"):
+        with pytest.raises(KvprobeError, match="s is not a state of a stream"):
             refused()
     assert (tmp_path / "s").read_bytes() == content
 
