@@ -15,7 +15,7 @@ import click
 
 from analyses.common import script, show
 from kvprobe.cli.console import progress_bar
-from kvprobe.experiments import sinks
+from kvprobe.experiments.sinks import Sinks
 from kvprobe.models.subject import prepare
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
@@ -32,7 +32,7 @@ def run(
 ) -> Result:
     """The rows of ``kvprobe sinks``, one a layer; ``head_mass`` lists its heads."""
     subject = prepare(model, text=text, tokens=tokens, progress=progress)
-    return sinks.run(subject, queries_from=queries_from, epsilon=epsilon, progress=progress)
+    return Sinks(queries_from=queries_from, epsilon=epsilon).run(subject, progress=progress)
 
 
 @click.command(help=__doc__)
@@ -46,7 +46,7 @@ def main(model: str, save: bool, **options: Any) -> None:
     with progress_bar(quiet=False) as progress:
         result = run(model, **options, progress=progress)
     columns = ["layer", "mass", "uniform", "sink_rate", "top_position", "top_token", "top_mass", "window"]
-    show(result, save=save, columns=columns, summary=["", sinks.sentence(result)])
+    show(result, save=save, columns=columns, summary=["", Sinks.sentence(result)])
 
 
 if __name__ == "__main__":

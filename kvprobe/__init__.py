@@ -62,9 +62,9 @@ def prepare(
     See :func:`kvprobe.models.subject.prepare` for what is checked.
 
     >>> import kvprobe
-    >>> from kvprobe.experiments import sinks
+    >>> from kvprobe.experiments.sinks import Sinks
     >>> subject = kvprobe.prepare("smollm2-135m", tokens=128)
-    >>> result = sinks.run(subject)
+    >>> result = Sinks().run(subject)
     >>> len(result.rows), result.rows[23]["mass"] > 0.3
     (30, True)
     """

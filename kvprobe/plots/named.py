@@ -16,14 +16,6 @@ def figure_of(result: Result) -> "Figure":
     return FIGURES[result.analysis](result)
 
 
-def _sinks(result: Result) -> "Figure":
-    from kvprobe.plots import sinks
-
-    if "head_mass" not in result.rows[0]:
-        raise ValueError("this result has one row a head: plot one with a row a layer")
-    return sinks.figure(result.rows, result.run)
-
-
 def _lowrank(result: Result) -> "Figure":
     from kvprobe.plots import lowrank
 
@@ -86,7 +78,6 @@ def _relief(result: Result) -> "Figure":
 
 
 FIGURES: dict[str, Callable[[Result], "Figure"]] = {
-    "sinks": _sinks,
     "lowrank": _lowrank,
     "window": _window,
     "cache": _cache,

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe import __version__
 from kvprobe.errors import KvprobeError
+from kvprobe.experiments.experiment import Experiment
+from kvprobe.experiments.sinks import Sinks
 from kvprobe.files.store import check_writable, disk_error
 from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
 from kvprobe.report.page import Section, document
 from kvprobe.results import phrases
-from kvprobe.results.html import Column, plain
+from kvprobe.results.html import Column, amount, percent, plain, tenths, thousandths
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
 from kvprobe.text.passages import Bos, notices
 
@@ -160,8 +162,8 @@ def _bill(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
         "caption": f"The cache by context, and what each lever leaves of it at {longest:,} tokens.",
         "columns": [
             Column("lever", "lever"),
-            Column("bytes", f"cache of {longest:,} tokens", _amount),
-            Column("bytes_per_token", "one more token", _amount),
+            Column("bytes", f"cache of {longest:,} tokens", amount),
+            Column("bytes_per_token", "one more token", amount),
             Column("relief", "times smaller", lambda value: f"{value:,.2f}"),
             Column("outweighs_at", "larger than the weights from"),
             Column("stops_at", "stops growing at"),
@@ -171,34 +173,26 @@ def _bill(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
     }
 
 
-def _sinks(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
-    from kvprobe.experiments import sinks
-    from kvprobe.plots.sinks import figure
-
-    queries_from = min(64, subject.passage.n_tokens // 2)
-    result = sinks.run(subject, queries_from=queries_from, seed=config.seed, progress=progress)
-    columns = [
-        Column("layer", "layer"),
-        Column("mass", "mass on token 0", _thousandths),
-        Column("uniform", "if spread evenly", _thousandths),
-        Column("sink_rate", f"heads above {result.run['epsilon']:g}", _percent),
-        Column("top_position", "heaviest position"),
-        Column("top_token", "its token"),
-        Column("top_mass", "its mass", _thousandths),
-        Column("window", "own window"),
-    ]
+def _section_of(experiment: Experiment, subject: "Subject", progress: Progress) -> dict[str, Any]:
+    """An experiment as a section: its sentence, picture and table."""
+    result = experiment.run(subject, progress=progress)
     # a column of dashes tells nothing
-    columns = [column for column in columns if any(row[column.field] is not None for row in result.rows)]
-    foot = dict.fromkeys(result.rows[0]) | {"layer": "all", **{k: result.run[k] for k in ("mass", "sink_rate")}}
+    columns = [column for column in experiment.columns if any(row[column.field] is not None for row in result.rows)]
     return {
-        "sentences": [f"{sinks.sentence(result)}."],
-        "pictures": _both(lambda width: figure(result.rows, result.run, width=width, title=False)),
-        "caption": "Attention on token 0 by layer, with what it would be if spread evenly, and by layer and head.",
+        "sentences": [f"{experiment.sentence(result)}."],
+        "pictures": _both(lambda width: experiment.figure(result, width=width, title=False)),
+        "caption": experiment.caption,
         "columns": columns,
         "rows": result.rows,
-        "foot": foot,
         "record": result.run,
     }
+
+
+def _sinks(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
+    sinks = Sinks(queries_from=min(64, subject.passage.n_tokens // 2), seed=config.seed)
+    section = _section_of(sinks, subject, progress)
+    foot = dict.fromkeys(section["rows"][0]) | {"layer": "all"}
+    return section | {"foot": foot | {name: section["record"][name] for name in ("mass", "sink_rate")}}
 
 
 def _window(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
@@ -251,9 +245,9 @@ def _rank(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
             Column("basis", "basis"),
             Column("rank", "rank"),
             *_losses(),
-            Column("energy", "energy kept", _percent),
-            Column("latent_bytes", "latent", _amount),
-            Column("basis_bytes", "its basis", _amount),
+            Column("energy", "energy kept", percent),
+            Column("latent_bytes", "latent", amount),
+            Column("basis_bytes", "its basis", amount),
         ],
         # the untruncated pass is the same for every basis
         "rows": [rows[0], *(row for row in rows if row["rank"] is not None)],
@@ -286,11 +280,11 @@ def _speed(subject: "Subject", config: ReportConfig, progress: Progress) -> dict
         "columns": [
             Column("phase", "phase"),
             Column("context", "context (tokens)"),
-            Column("ms_median", "ms, median", _tenths),
-            Column("ms_low", "lower quartile", _tenths),
-            Column("ms_high", "upper quartile", _tenths),
-            Column("tokens_per_s", "tokens/s", _tenths),
-            Column("intensity", "FLOP/B", _tenths),
+            Column("ms_median", "ms, median", tenths),
+            Column("ms_low", "lower quartile", tenths),
+            Column("ms_high", "upper quartile", tenths),
+            Column("tokens_per_s", "tokens/s", tenths),
+            Column("intensity", "FLOP/B", tenths),
             Column("bound", "bound by"),
             Column("fraction_of_ceiling", "of what that allows", lambda value: f"{value:.0%}"),
         ],
@@ -320,25 +314,9 @@ def _both(draw: Callable[[float], "Figure"], wide: float | None = None) -> tuple
 
 def _losses() -> list[Column]:
     return [
-        Column("loss", "loss (nat)", _thousandths),
+        Column("loss", "loss (nat)", thousandths),
         Column("perplexity", "perplexity", lambda value: f"{value:,.1f}"),
         Column("delta", "beyond full (nat)", phrases.signed),
         Column("delta_low", "95 % from", phrases.signed),
         Column("delta_high", "to", phrases.signed),
     ]
-
-
-def _thousandths(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _tenths(value: float) -> str:
-    return f"{value:,.1f}"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _amount(value: int) -> str:
-    return str(Amount(value))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.results.visible import shown, visible
+from kvprobe.shape.cache_bytes import Amount
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -34,6 +35,26 @@ def _nested(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_nested, value))}]"
     return plain(value)
+
+
+def thousandths(value: float) -> str:
+    """A number with three decimals."""
+    return f"{value:.3f}"
+
+
+def tenths(value: float) -> str:
+    """A number with one decimal."""
+    return f"{value:,.1f}"
+
+
+def percent(value: float) -> str:
+    """A share of one, in percent."""
+    return f"{value:.1%}"
+
+
+def amount(value: int) -> str:
+    """Bytes in the unit that reads best."""
+    return str(Amount(value))
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class Result:
     def plot(self) -> "Figure":
         """The analysis's picture. Raises ValueError if it has none."""
         # by name: plots import results, so results cannot import plots
-        figure: Figure = import_module("kvprobe.plots.named").figure_of(self)
+        figure: Figure = import_module("kvprobe.experiments.registry").figure_of(self)
         return figure
 
     def _repr_html_(self) -> str:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.experiments import cache, gqa, latency, lowrank, memory, relief, sinks, window
+from kvprobe.experiments import cache, gqa, latency, lowrank, memory, relief, window
+from kvprobe.experiments.sinks import Sinks
 from kvprobe.models.subject import prepare
 from kvprobe.probes import mass
 from kvprobe.probes.losses import token_losses
@@ -44,26 +45,26 @@ def test_without_a_number_of_tokens_a_subject_is_the_whole_text(directory, tmp_p
 
 
 def test_sinks_are_the_mass_that_was_measured(subject):
-    result = sinks.run(subject, queries_from=10, epsilon=0.1)
+    result = Sinks(queries_from=10, epsilon=0.1).run(subject)
     measured = mass.measure(subject.model, subject.input_ids, queries_from=10, positions=True)
     assert [row["mass"] for row in result.rows] == pytest.approx(measured.token0.mean(-1).tolist())
     assert result.run["mass"] == pytest.approx(float(measured.token0.mean()))
     assert [row["head_mass"] for row in result.rows] == measured.token0.tolist()
-    assert f"{result.run['mass']:.3f} of all attention is on token 0" in sinks.sentence(result)
+    assert f"{result.run['mass']:.3f} of all attention is on token 0" in Sinks.sentence(result)
     with pytest.raises(ValueError, match="epsilon must be a number between 0 and 1, got nan"):
-        sinks.run(subject, epsilon=math.nan)
+        Sinks(epsilon=math.nan).run(subject)
 
 
 def test_rows_by_head_are_those_by_layer_and_a_sink_has_more_than_epsilon():
     layers = [{"layer": 0, "uniform": 0.1, "head_mass": [0.5, 0.75]}, {"layer": 4, "uniform": 0.2, "head_mass": [0.25]}]
-    found = sinks.by_head(Result("sinks", layers, {"epsilon": 0.5}))
+    found = Sinks.by_head(Result("sinks", layers, {"epsilon": 0.5}))
     fields = ("layer", "head", "mass", "uniform", "is_sink")
     rows = [(0, 0, 0.5, 0.1, False), (0, 1, 0.75, 0.1, True), (4, 0, 0.25, 0.2, False)]
     assert found == Result("sinks", [dict(zip(fields, row, strict=True)) for row in rows], {"epsilon": 0.5})
 
 
 def test_a_control_is_what_the_record_says_was_read(subject):
-    repeated = sinks.run(subject, control="repeat")
+    repeated = Sinks(control="repeat").run(subject)
     assert repeated.run["passage"] == "one id repeated"
     assert repeated.run["control_id"] == subject.passage.first_content_id
     assert repeated.run["ids_sha256"] != subject.record()["ids_sha256"]

@@ -17,7 +17,7 @@ from figures import lowrank as lowrank_figure
 from figures import window as window_figure
 from figures._paper import Picture
 from kvprobe.errors import KvprobeError
-from kvprobe.plots import cache, explained, latency, lowrank, memory, named, relief, roofline, style, window
+from kvprobe.plots import cache, explained, latency, lowrank, memory, relief, roofline, style, window
 from kvprobe.results.phrases import PUBLISHED
 from kvprobe.results.result import Result
 
@@ -177,7 +177,7 @@ def test_the_same_results_give_the_same_files(results, tmp_path):
 def test_figures_need_neither_torch_nor_transformers():
     code = (
         "import sys\nfrom figures.__main__ import pictures\npictures()\n"
-        "import kvprobe.plots.relief, kvprobe.plots.latency, kvprobe.plots.named\n"
+        "import kvprobe.plots.relief, kvprobe.plots.latency, kvprobe.experiments.registry\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -488,7 +488,7 @@ def test_a_result_without_a_picture_says_so():
         Result("sinks", [{"layer": 0, "head": 0, "mass": 0.5}], RUN).plot()
     with pytest.raises(ValueError, match="streamed"):
         Result("window", WINDOW, RUN | {"stream": True}).plot()
-    assert set(named.FIGURES) >= {"sinks", "lowrank", "window", "cache", "memory", "latency"}
+    assert set(registry.names()) >= {"sinks", "lowrank", "window", "cache", "memory", "latency"}
 
 
 def test_a_name_is_never_read_as_mathematics_and_long_titles_are_broken():

@@ -8,7 +8,7 @@ from torch import nn
 
 import kvprobe
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.experiments import sinks
+from kvprobe.experiments.sinks import Sinks
 from kvprobe.models import loading
 from kvprobe.models.in_memory import from_memory
 from kvprobe.results.result import Result
@@ -25,15 +25,15 @@ def test_a_model_in_memory_gives_the_rows_of_its_directory(loaded, tiny_llama):
     from_disk = kvprobe.prepare(str(tiny_llama), tokens=96, device="cpu")
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
     subject = kvprobe.prepare(loaded.model, tokenizer=loaded.tokenizer, tokens=96)
-    assert sinks.run(subject).rows == sinks.run(from_disk).rows
+    assert Sinks().run(subject).rows == Sinks().run(from_disk).rows
     assert subject.loaded.spec == from_disk.loaded.spec
-    run = sinks.run(subject).run
+    run = Sinks().run(subject).run
     assert (run["model"], run["source"], run["dtype"]) == ("tiny-llama", "memory", "float32")
     assert run["revision"].startswith("memory:")
     after = loaded.model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     # a loaded one is taken as it is
-    assert sinks.run(kvprobe.prepare(loaded, tokens=96)).rows == sinks.run(from_disk).rows
+    assert Sinks().run(kvprobe.prepare(loaded, tokens=96)).rows == Sinks().run(from_disk).rows
 
 
 def test_the_revision_tells_a_fine_tuned_model_from_the_one_before(loaded):
@@ -95,7 +95,7 @@ def test_what_is_not_a_model_to_read_is_refused_by_name(loaded):
 
 def test_a_repr_fits_a_line(loaded):
     subject = kvprobe.prepare(loaded, tokens=96)
-    result = sinks.run(subject)
+    result = Sinks().run(subject)
     assert repr(loaded) == "Loaded(tiny-llama, float32 on cpu)"
     assert repr(subject) == "Subject(tiny-llama: 96 tokens of bundled)"
     assert repr(subject.passage) == "Passage(bundled, 96 tokens)"

@@ -16,7 +16,8 @@ import pytest
 from kvprobe.bench import machine
 from kvprobe.cli.main import main
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.experiments import lowrank, sinks, window
+from kvprobe.experiments import lowrank, window
+from kvprobe.experiments.sinks import Sinks
 from kvprobe.files.whole import write_whole
 from kvprobe.report import page, report
 from kvprobe.report.page import Section, document
@@ -193,14 +194,14 @@ def test_what_is_no_refusal_is_not_swallowed(llama, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(sinks, "run", broken)
+    monkeypatch.setattr(Sinks, "measure", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         report.measure(str(llama), FAST)
 
     def full(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
 
-    monkeypatch.setattr(sinks, "run", full)
+    monkeypatch.setattr(Sinks, "measure", full)
     (found,) = [part for part in report.measure(str(llama), FAST) if part.anchor == "sinks"]
     assert found.refused == "out of memory: DefaultCPUAllocator: can't allocate memory"
 

@@ -1,0 +1,122 @@
+"""What is an experiment? A frozen dataclass whose fields are its settings, in Python, commands and sweeps."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from kvprobe.progress import Progress, silent
+from kvprobe.results.html import Column
+from kvprobe.results.record import run_record
+from kvprobe.results.result import Result, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is said of one field: its line of help and the values that it takes.
+
+    ``flag`` is the option's name where it is not the field's own; None in ``least`` and ``most`` bounds nothing, and
+    ``above`` excludes ``least`` itself. ``shown`` stands in help for a default that is found out later. ``common`` is
+    an option of every command.
+    """
+
+    help: str
+    kind: type
+    flag: str | None = None
+    choices: Sequence[str] = ()
+    least: float | None = None
+    most: float | None = None
+    above: bool = False
+    shown: str = ""
+    common: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError for a value outside the choices or the bounds; nan is outside of any."""
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{name} must be one of {', '.join(self.choices)}, got {value!r}")
+        low = self.least is None or (value > self.least if self.above else value >= self.least)
+        high = self.most is None or value <= self.most
+        if not (low and high):
+            bounds = f"{'above' if self.above else 'at least'} {self.least}"
+            bounds = f"between {self.least} and {self.most}" if self.most is not None else bounds
+            raise ValueError(f"{name} must be a number {bounds}, got {value}")
+
+
+def setting(default: Any, help: str, *, kind: type | None = None, **about: Any) -> Any:  # noqa: A002
+    """A field of an experiment. ``kind`` is the default's type unless given; a tuple is an option that repeats."""
+    kind = kind or type(default)
+    return field(default=default, metadata={"setting": Setting(help=help, kind=kind, **about)})
+
+
+def seed() -> Any:
+    """The field for the seed of everything drawn."""
+    return setting(0, "Seed of everything drawn.", least=0, common=True)
+
+
+class Experiment:
+    """One question asked of one model. A subclass is a frozen dataclass, alone in a file that imports no torch.
+
+    Its docstring is the help of its command: a question, what the columns are, examples. ``needs`` says what
+    `measure` is given: ``config`` a `Spec`, ``model`` a `Loaded`, ``passage`` a `Subject`, ``corpus`` a `Corpus`.
+    ``version`` rises when the same settings would give other rows. ``heading`` puts it on the report's page.
+    """
+
+    name: ClassVar[str]
+    analysis: ClassVar[str] = ""
+    """What its result is called where that is not its name."""
+    needs: ClassVar[Literal["config", "model", "passage", "corpus"]] = "passage"
+    version: ClassVar[int] = 1
+    short: ClassVar[str]
+    """One line of `kvprobe --help`."""
+    columns: ClassVar[tuple[Column, ...]]
+    heading: ClassVar[str] = ""
+    caption: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for name, about in settings_of(type(self)).items():
+            value = getattr(self, name)
+            for one in value if isinstance(value, tuple) else [value]:
+                if one is not None:
+                    about.check(name, one)
+
+    def measure(self, subject: Any, progress: Progress) -> tuple[list[Row], dict[str, Any]]:
+        """The rows, and for the record what the settings alone do not say. Raises as the experiment says."""
+        raise NotImplementedError
+
+    def run(self, subject: Any, *, progress: Progress = silent) -> Result:
+        """The result of asking ``subject``; raises as `measure` does."""
+        started = time.perf_counter()
+        rows, facts = self.measure(subject, progress)
+        wall_s = round(time.perf_counter() - started, 3)
+        of = {"model": subject.name} if self.needs == "config" else subject.record()
+        return Result(self.analysis or self.name, rows, run_record(of | self.settings() | facts, wall_s=wall_s))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings as a record has them."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def sentence(cls, result: Result) -> str:
+        """What the rows support, in one plain sentence."""
+        raise NotImplementedError
+
+    @classmethod
+    def summary(cls, result: Result) -> list[str]:
+        """The lines under the table."""
+        return ["", cls.sentence(result)]
+
+    @classmethod
+    def figure(cls, result: Result, **how: Any) -> "Figure":
+        """The picture, by `kvprobe.plots`; ``how``: ``width`` in inches, ``title``."""
+        figure: Figure = import_module(f"kvprobe.plots.{cls.name}").figure(result.rows, result.run, **how)
+        return figure
+
+
+def settings_of(experiment: type[Experiment]) -> dict[str, Setting]:
+    """The settings of an experiment by name, in the order in which its command lists them."""
+    return {one.name: one.metadata["setting"] for one in fields(experiment)}  # type: ignore[arg-type]
