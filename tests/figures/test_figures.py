@@ -17,6 +17,7 @@ from figures import lowrank as lowrank_figure
 from figures import window as window_figure
 from figures._paper import Picture
 from kvprobe.errors import KvprobeError
+from kvprobe.experiments import registry
 from kvprobe.plots import cache, explained, latency, lowrank, memory, relief, roofline, style, window
 from kvprobe.results.phrases import PUBLISHED
 from kvprobe.results.result import Result
