@@ -16,7 +16,7 @@ import click
 
 from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.cli.console import progress_bar
-from kvprobe.experiments import latency
+from kvprobe.experiments.latency import Latency
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
 
@@ -33,14 +33,8 @@ def run(
 ) -> Result:
     """Two rows of ``kvprobe latency --end-to-end``: phase ``end_to_end_cached`` and ``end_to_end_naive``."""
     loaded = load(model, random_weights=random_weights, dtype=dtype, progress=progress)
-    result = latency.run(
-        loaded,
-        contexts=(prompt_tokens,),
-        phases=(),
-        end_to_end=(prompt_tokens, new_tokens),
-        naive_samples=naive_samples,
-        progress=progress,
-    )
+    sizes: dict[str, Any] = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "naive_samples": naive_samples}
+    result = Latency(contexts=(prompt_tokens,), phases=(), end_to_end=True, **sizes).run(loaded, progress=progress)
     return Result("end_to_end", result.rows, result.run)
 
 

@@ -54,7 +54,8 @@ def run(
     head_dim = hidden // n_heads
     about: dict[str, Any] = {"model": None}
     if model is not None:
-        spec, about = find_shape(model, progress=progress)
+        shape = find_shape(model, progress=progress)
+        spec, about = shape.spec, shape.record()
         hidden, n_heads, head_dim, n_layers = spec.hidden_size, spec.n_heads, spec.head_dim, spec.n_layers
         kv_heads = [n for n in range(n_heads, 0, -1) if n_heads % n == 0]
     rows: list[Row] = []

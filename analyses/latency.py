@@ -18,7 +18,7 @@ import click
 
 from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.cli.console import progress_bar
-from kvprobe.experiments import latency
+from kvprobe.experiments.latency import Latency
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
 
@@ -37,7 +37,7 @@ def run(
 ) -> Result:
     """The rows of ``kvprobe latency``, all three phases at every context."""
     loaded = load(model, random_weights=random_weights, dtype=dtype, progress=progress)
-    return latency.run(loaded, contexts=contexts, repeats=repeats, seconds=seconds, progress=progress)
+    return Latency(contexts=tuple(contexts), repeats=repeats, seconds=seconds).run(loaded, progress=progress)
 
 
 @click.command(help=__doc__)
@@ -53,7 +53,7 @@ def main(model: str, save: bool, **options: Any) -> None:
     with progress_bar(quiet=False) as progress:
         result = run(model, **options, progress=progress)
     columns = ["phase", "context", "step", "ms_median", "ms_low", "ms_high", "tokens_per_s", "fraction_of_ceiling"]
-    show(result, save=save, columns=columns, summary=["", latency.sentence(result)])
+    show(result, save=save, columns=columns, summary=["", Latency.sentence(result)])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.bench.cache_memory import fused_views
 from kvprobe.bench.storages import measure
 from kvprobe.cli.console import progress_bar
-from kvprobe.experiments import memory
+from kvprobe.experiments.memory import Memory
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, Row
@@ -47,7 +47,7 @@ def run(
 
 def measured(loaded: Loaded, contexts: Sequence[int], *, progress: Progress = silent) -> Result:
     """As :func:`run`, of a model that is loaded already."""
-    result = memory.run(loaded, contexts=contexts, progress=progress)
+    result = Memory(contexts=tuple(contexts)).run(loaded, progress=progress)
     rows = []
     for row in result.rows:
         rows.append(row)
@@ -83,7 +83,7 @@ def main(model: str, save: bool, **options: Any) -> None:
     """Print the table and keep it."""
     with progress_bar(quiet=False) as progress:
         result = run(model, **options, progress=progress)
-    show(result, save=save, summary=["", memory.sentence(result)])
+    show(result, save=save, summary=["", Memory.sentence(result)])
 
 
 if __name__ == "__main__":

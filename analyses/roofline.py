@@ -21,7 +21,7 @@ from analyses.common import PUBLISHED_GPT, load, script, show
 from kvprobe.bench.roofline import Shape
 from kvprobe.cli.console import progress_bar
 from kvprobe.decoder.model import Decoder, from_hf
-from kvprobe.experiments import latency
+from kvprobe.experiments.latency import Latency
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result, Row
 
@@ -39,15 +39,10 @@ def run(
 ) -> Result:
     """The rows ``prefill`` and ``cached`` of ``kvprobe latency`` with the published way of counting; see above."""
     loaded = load(model, random_weights=random_weights, dtype=dtype, progress=progress)
-    result = latency.run(
-        loaded,
-        contexts=(context,),
-        batches=batches,
-        phases=("prefill", "cached"),
-        repeats=repeats,
-        seconds=seconds,
-        progress=progress,
+    timed = Latency(
+        contexts=(context,), batches=tuple(batches), phases=("prefill", "cached"), repeats=repeats, seconds=seconds
     )
+    result = timed.run(loaded, progress=progress)
     decoder = from_hf(loaded.model)
     rows = [row | counted(decoder, row["phase"], context, row["batch"]) for row in result.rows]
     return Result("roofline", rows, result.run)

@@ -35,11 +35,11 @@ def settings_from(experiment: type[Experiment], options: dict[str, Any]) -> dict
 
 
 def show(result: Result, experiment: type[Experiment], options: dict[str, Any], *, columns: Sequence[str] = ()) -> None:
-    """Print or write a result and draw its picture, as the ``common`` options say."""
+    """Print or write a result, as the ``common`` options say; a table shows bytes in the unit that reads best."""
     from kvprobe.cli.console import emit
 
     emit(
-        result,
+        experiment.shown(result) if options["format_"] == "table" else result,
         format_=options["format_"],
         out=options["out"],
         columns=columns or [column.field for column in experiment.columns],

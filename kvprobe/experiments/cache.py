@@ -1,80 +1,183 @@
 """What does a KV cache cost by the model's shape alone, and what would each lever make of it? No torch in here."""
 
-import time
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.experiments.experiment import Experiment, setting
 from kvprobe.progress import Progress, silent
-from kvprobe.results.record import run_record
-from kvprobe.results.result import Result
+from kvprobe.results.html import Column, amount, hundredths
+from kvprobe.results.result import Result, Row
 from kvprobe.shape import published
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
-from kvprobe.shape.levers import rows
+from kvprobe.shape.levers import growth, rows
 from kvprobe.shape.spec import Spec, to_json
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 DEFAULT_CONTEXTS = (1024, 8192)
+SUPPORT = {
+    "known": "known, its configuration is read as its authors mean it",
+    "plain": "plain, read by keys that every family has; no key says otherwise",
+}
 
 
-def run(
-    spec: Spec,
-    *,
-    about: Mapping[str, Any],
-    contexts: Sequence[int] = (),
-    batch: int = 1,
-    dtype: str = "float32",
-    window: int = 1024,
-    n_sink: int = 4,
-    rank: int | None = None,
-    weights_bytes: int | None = None,
-) -> Result:
-    """A row a context and lever, the model as it is first of each context (:func:`kvprobe.shape.levers.rows`).
+@dataclass(frozen=True)
+class KnownShape:
+    """A model's shape, and what a run record says of the model, at least its name as ``model``."""
 
-    ``about`` is what the record says of the model, at least its name as ``model`` (see :func:`find_shape`).
-    ``contexts`` default to 1,024, 8,192 and all positions of the model, ``weights_bytes`` to all parameters at
-    ``dtype``. Raises ValueError for what is out of range.
+    spec: Spec
+    about: dict[str, Any]
+
+    def record(self) -> dict[str, Any]:
+        """What a run record says of the model."""
+        return dict(self.about)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache(Experiment):
+    """What does the KV cache cost, by the configuration alone, and which lever would make it how much smaller?
+
+    Needs no weights, and no network for the published models that kvprobe knows by name (gpt2, llama-2-70b,
+    deepseek-v3, …: an unknown name lists them); any other MODEL by its config.json. A family is known (its config is
+    read as its authors mean it) or plain (it says nothing but what every family says); a plain one with a key that
+    could change what its layers keep is refused, as are encoders.
+
+    \b
+    Columns: support          known or plain: how the family's config was read (json and csv)
+             bytes            of the cache after so many tokens of each sequence, for the whole batch
+             bytes_per_token  of one more token of one sequence at this context
+             relief           bytes of the model as it is over those of the row
+             outweighs_at     first context at which the cache is larger than the weights (-: never)
+             stops_at         context from which on nothing grows any more (-: never)
+
+    \b
+    Examples:
+      kvprobe cache llama-2-70b --dtype bfloat16
+      kvprobe cache gpt2 --context 1024 --context 2048 --context 4096
+      kvprobe cache deepseek-v3 --dtype bfloat16 --batch 64 --plot cache.png
+      kvprobe cache gemma-3-27b --context 131072 --dtype bfloat16   where sliding layers stop
     """
-    started = time.perf_counter()
-    source = "given"
-    if weights_bytes is None and spec.n_parameters is not None:
-        weights_bytes, source = spec.n_parameters * DTYPE_BYTES[dtype], "closed form of the configuration"
-    elif weights_bytes is None:
-        source = "not known: the family has no closed form here"
-    settings: dict[str, Any] = {
-        "batch": batch,
-        "dtype": dtype,
-        "weights_bytes": weights_bytes,
-        "window": window,
-        "n_sink": n_sink,
-        "rank": rank,
-    }
-    contexts = [*contexts] or _default_contexts(spec.max_positions)
-    found = rows(spec, contexts=contexts, **settings)
-    record = run_record(
-        about,
-        settings,
-        family=spec.family,
-        support=spec.support,
-        shape=describe(spec),
-        n_parameters=spec.n_parameters,
-        weights_source=source,
-        max_positions=spec.max_positions,
-        contexts=contexts,
-        spec=to_json(spec),
-        wall_s=round(time.perf_counter() - started, 3),
+
+    name = "cache"
+    needs = "config"
+    short = "The memory bill of the KV cache, from the config alone."
+    heading = "What its cache costs"
+    columns = (
+        Column("lever", "lever"),
+        Column("context", "context (tokens)"),
+        Column("bytes", "cache", amount),
+        Column("bytes_per_token", "one more token", amount),
+        Column("relief", "times smaller", hundredths),
+        Column("outweighs_at", "larger than the weights from"),
+        Column("stops_at", "stops growing at"),
     )
-    return Result("cache", found, record)
+
+    contexts: tuple[int, ...] = setting(
+        (),
+        "Tokens in the cache. Repeat for several.",
+        kind=int,
+        flag="--context",
+        shown="1024, 8192 and all positions of the model",
+    )
+    batch: int = setting(1, "Sequences held at once.")
+    dtype: str = setting("float32", "Of the cache and of the weights.", choices=tuple(DTYPE_BYTES), common=True)
+    window: int = setting(1024, "Of the window lever: last tokens kept.")
+    n_sink: int = setting(4, "Sink tokens that the window lever keeps.", flag="--sinks")
+    rank: int | None = setting(None, "Of the latent lever.", kind=int, shown="a quarter of the width of K and V")
+    weights_bytes: float | None = setting(
+        None,
+        "Weights to compare with, such as 140e9.",
+        kind=float,
+        least=1,
+        most=1e18,
+        shown="all parameters at --dtype",
+    )
+
+    def measure(self, subject: KnownShape, progress: Progress) -> tuple[list[Row], dict[str, Any]]:
+        """A row a context and lever, the model as it is first of each context (:func:`kvprobe.shape.levers.rows`).
+
+        ``contexts`` default to 1,024, 8,192 and all positions of the model, ``weights_bytes`` to all parameters at
+        ``dtype``. Raises ValueError for what is out of range.
+        """
+        spec, source = subject.spec, "given"
+        weights_bytes = None if self.weights_bytes is None else int(self.weights_bytes)
+        if weights_bytes is None and spec.n_parameters is not None:
+            weights_bytes, source = spec.n_parameters * DTYPE_BYTES[self.dtype], "closed form of the configuration"
+        elif weights_bytes is None:
+            source = "not known: the family has no closed form here"
+        contexts = [*self.contexts] or _default_contexts(spec.max_positions)
+        given = self.settings() | {"contexts": contexts, "weights_bytes": weights_bytes}
+        facts = {
+            "family": spec.family,
+            "support": spec.support,
+            "shape": describe(spec),
+            "n_parameters": spec.n_parameters,
+            "weights_bytes": weights_bytes,
+            "weights_source": source,
+            "max_positions": spec.max_positions,
+            "contexts": contexts,
+            "spec": to_json(spec),
+        }
+        return rows(spec, **given), facts
+
+    @classmethod
+    def sentence(cls, result: Result) -> str:
+        """What the rows support, in one plain sentence: one more token, and the longest context asked for."""
+        run = result.run
+        longest = max(run["contexts"])
+        row = next(row for row in result.rows if row["context"] == longest)
+        said = f"{run['model']}: the cache of {longest:,} tokens takes {Amount(row['bytes'])} at {run['dtype']}"
+        said += f", batch {run['batch']:,}" if run["batch"] > 1 else ""
+        said += f", and one more token {Amount(row['bytes_per_token'])}" if row["bytes_per_token"] else ""
+        if row["outweighs_at"] is not None:
+            said += f"; from {row['outweighs_at']:,} tokens on it is larger than the weights"
+            limit = run["max_positions"]
+            said += f" (beyond its {limit:,} positions)" if limit is not None and row["outweighs_at"] > limit else ""
+        return said
+
+    @classmethod
+    def summary(cls, result: Result) -> list[str]:
+        """The lines under the table."""
+        run = result.run
+        lines = ["", f"{run['model']} ({run['source']}), batch {run['batch']}, {run['dtype']}: {run['shape']}"]
+        lines.append(f"family {run['family']}: {SUPPORT[run['support']]}")
+        if run["weights_bytes"] is None:
+            lines.append(f"weights {run['weights_source']}; give --weights-bytes")
+        else:
+            count = f"{run['n_parameters']:,} parameters, " if run["weights_source"] != "given" else ""
+            lines.append(f"weights {Amount(run['weights_bytes'])} ({count}{run['weights_source']})")
+        if run["max_positions"] is not None and max(run["contexts"]) > run["max_positions"]:
+            lines.append(f"the model has {run['max_positions']:,} positions: contexts beyond them are arithmetic only")
+        lines.append("memory only: what a lever costs in loss, kvprobe lowrank and kvprobe window measure")
+        return lines
+
+    @classmethod
+    def shown(cls, result: Result) -> Result:
+        """Bytes in the unit that reads best."""
+        fields = ("bytes", "bytes_per_token")
+        rows = [row | {field: Amount(row[field]) for field in fields} for row in result.rows]
+        return Result(result.analysis, rows, result.run)
+
+    @classmethod
+    def figure(cls, result: Result, **how: Any) -> "Figure":
+        """The cache by context, and what each lever leaves of it at the longest."""
+        from kvprobe.plots import cache
+
+        longest = [row for row in result.rows if row["context"] == max(result.run["contexts"])]
+        return cache.figure(growth(result.rows, result.run), longest, result.run, **how)
 
 
-def find_shape(model: str, *, progress: Progress = silent) -> tuple[Spec, dict[str, Any]]:
+def find_shape(model: str, *, progress: Progress = silent) -> KnownShape:
     """The model's shape, and what a run record says of it; a directory or file goes before a published name.
 
     Raises KvprobeError for a name that means nothing here, naming the published shapes that need no network.
     """
     item = published.look_up(model)
     if item is not None and not Path(model).is_dir():
-        return item.spec, {"model": item.name, "revision": item.source, "source": "catalogue"}
+        return KnownShape(item.spec, {"model": item.name, "revision": item.source, "source": "catalogue"})
     from kvprobe.models import loading
 
     try:
@@ -85,22 +188,7 @@ def find_shape(model: str, *, progress: Progress = silent) -> tuple[Spec, dict[s
     except KvprobeError as error:
         known = ", ".join(published.published())
         raise KvprobeError(f"{error}; without a network, `kvprobe cache` knows {known}") from error
-    return spec, {"model": found.name, "revision": found.revision, "source": found.source}
-
-
-def sentence(result: Result) -> str:
-    """What the rows support, in one plain sentence: one more token, and the longest context asked for."""
-    run = result.run
-    longest = max(run["contexts"])
-    row = next(row for row in result.rows if row["context"] == longest)
-    said = f"{run['model']}: the cache of {longest:,} tokens takes {Amount(row['bytes'])} at {run['dtype']}"
-    said += f", batch {run['batch']:,}" if run["batch"] > 1 else ""
-    said += f", and one more token {Amount(row['bytes_per_token'])}" if row["bytes_per_token"] else ""
-    if row["outweighs_at"] is not None:
-        said += f"; from {row['outweighs_at']:,} tokens on it is larger than the weights"
-        limit = run["max_positions"]
-        said += f" (beyond its {limit:,} positions)" if limit is not None and row["outweighs_at"] > limit else ""
-    return said
+    return KnownShape(spec, {"model": found.name, "revision": found.revision, "source": found.source})
 
 
 def _default_contexts(max_positions: int | None) -> list[int]:

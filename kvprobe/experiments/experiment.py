@@ -79,9 +79,12 @@ class Experiment:
     def __post_init__(self) -> None:
         for name, about in settings_of(type(self)).items():
             value = getattr(self, name)
-            for one in value if isinstance(value, tuple) else [value]:
-                if one is not None:
-                    about.check(name, one)
+            if isinstance(value, list | range):
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            for part in value if isinstance(value, tuple) else (value,):
+                if part is not None:
+                    about.check(name, part)
 
     def measure(self, subject: Any, progress: Progress) -> tuple[list[Row], dict[str, Any]]:
         """The rows, and for the record what the settings alone do not say. Raises as the experiment says."""
@@ -92,8 +95,9 @@ class Experiment:
         started = time.perf_counter()
         rows, facts = self.measure(subject, progress)
         wall_s = round(time.perf_counter() - started, 3)
-        of = {"model": subject.name} if self.needs == "config" else subject.record()
-        return Result(self.analysis or self.name, rows, run_record(of | self.settings() | facts, wall_s=wall_s))
+        return Result(
+            self.analysis or self.name, rows, run_record(subject.record() | self.settings() | facts, wall_s=wall_s)
+        )
 
     def settings(self) -> dict[str, Any]:
         """The settings as a record has them."""
@@ -109,6 +113,11 @@ class Experiment:
     def summary(cls, result: Result) -> list[str]:
         """The lines under the table."""
         return ["", cls.sentence(result)]
+
+    @classmethod
+    def shown(cls, result: Result) -> Result:
+        """The result as a table shows it, where that is not as it is kept."""
+        return result
 
     @classmethod
     def figure(cls, result: Result, **how: Any) -> "Figure":

@@ -1,96 +1,170 @@
 """How long does a token take, with a KV cache and without, beside what this machine allows?"""
 
-import time
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kvprobe.bench import machine
-from kvprobe.bench.latency import PHASES, Bench
-from kvprobe.bench.roofline import Shape
-from kvprobe.decoder.model import from_hf
-from kvprobe.generation.engines import Kind
-from kvprobe.models.loading import Loaded
-from kvprobe.progress import Progress, silent
+from kvprobe.experiments.experiment import Experiment, seed, setting
+from kvprobe.progress import Progress
 from kvprobe.results import phrases
-from kvprobe.results.record import run_record
-from kvprobe.results.result import Result
+from kvprobe.results.html import Column, tenths, whole_percent
+from kvprobe.results.result import Result, Row
+
+if TYPE_CHECKING:
+    from kvprobe.models.loading import Loaded
 
 DEFAULT_CONTEXTS = (128, 512, 1024)
+PHASES = ("naive", "cached", "prefill")
+ENGINES = ("auto", "numba", "torch")
 ABOVE = "what it reads stays in the processor's caches, or the machine was busy while its ceilings were measured"
 """Why a row may be above its ceiling."""
+ON_THE_PAGE = {"phase", "context", "ms_median", "ms_low", "ms_high", "tokens_per_s", "intensity", "bound"}
+ON_THE_PAGE |= {"fraction_of_ceiling"}
 
 
-def run(
-    loaded: Loaded,
-    *,
-    contexts: Sequence[int] = (),
-    batches: Sequence[int] = (1,),
-    phases: Sequence[str] = PHASES,
-    engine: Kind = "auto",
-    repeats: int = 20,
-    seconds: float = 3.0,
-    end_to_end: tuple[int, int] | None = None,
-    naive_samples: int | None = None,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> Result:
-    """A row a phase, context and batch (:meth:`kvprobe.bench.latency.Observation.row`), the machine in the record.
+@dataclass(frozen=True, kw_only=True)
+class Latency(Experiment):
+    """How long does a token take, with a KV cache and without, and how near is that to what the machine allows?
 
-    ``busy`` and ``load`` there say what else ran (:meth:`kvprobe.bench.busy.Watch.record`).
+    The machine's own ceilings are measured beside: the best rate at which real kernels read memory, and multiply
+    matrices in this dtype. So is what else the machine did meanwhile: figures of a busy one are marked, not to be
+    quoted. Token ids are random; time does not depend on them. prefill and naive are timed with the first --batch; for
+    the others the decode step alone.
 
-    ``contexts`` default to those of 128, 512 and 1,024 that the model has positions for; without ``phases`` none is
-    timed by itself. ``end_to_end`` is a prompt's length and how many tokens follow it, which adds those two rows. For
-    the other settings see :class:`kvprobe.bench.latency.Bench`, whose notes are ``notes`` in the record. Raises as it
-    does.
+    \b
+    Columns: phase        naive: everything read again for one token; cached: one decode step; prefill: a whole prompt
+             step         what read or decoded: numba (compiled) or torch (the readable decoder)
+             ms_*         median and quartiles of one run; tokens_per_s counts all rows of the batch
+             MB_moved     weights once, keys and values of the context: what no step can do without, in 10^6 bytes
+             intensity    FLOPs a byte; attention's own beside it, in decode the same at every length
+             bound        what sets the ceiling: bandwidth, or arithmetic beyond the ridge point
+             ceiling_*    tokens/s if the machine's measured best were reached, and the share that was
+
+    \b
+    Examples:
+      kvprobe latency smollm2-135m --plot latency.png
+      kvprobe latency smollm2-135m --phase cached --batch 1 --batch 4 --batch 16 --batch 64
+      kvprobe latency gpt-124m --random-weights --context 512 --context 1024 --context 2048 --context 4096
+      kvprobe latency gpt-124m --random-weights --end-to-end --naive-samples 8
+      kvprobe latency smollm2-135m --no-compile       what compiling brings
     """
-    started = time.perf_counter()
-    decoder = from_hf(loaded.model)
-    limit = decoder.config.max_positions
-    contexts = [*contexts] or [n for n in DEFAULT_CONTEXTS if n <= limit] or [limit]
-    timing = Bench(decoder=decoder, engine=engine, repeats=repeats, seconds=seconds, seed=seed, progress=progress)
-    # both refuse what cannot be before anything is timed
-    parts = [timing.measure(contexts, batches=batches, phases=phases)] if phases else []
-    if end_to_end is not None:
-        parts.append(timing.end_to_end(*end_to_end, naive_samples=naive_samples))
-    dtype = getattr(torch, loaded.dtype)
-    # before and after: a shared machine drifts, and a ceiling is the best it does
-    with timing.watch.span():
-        here = machine.measure_machine(dtype, loaded.device, progress=progress)
-    observations = [observation for part in parts for observation in part]
-    with timing.watch.span():
-        here = here.best_of(machine.measure_machine(dtype, loaded.device))
-    ceilings, shape = here.ceilings, Shape.of(decoder)
-    rows = [observation.row(ceilings, loaded.dtype) for observation in observations]
-    n_prompt, n_new = end_to_end or (None, None)
-    record = run_record(
-        loaded.record(),
-        here.record(),
-        timing.watch.record(rows, device=loaded.device),
-        contexts=contexts,
-        batches=[*batches],
-        compiled=engine != "torch",
-        engine=engine,
-        start_up_s=timing.start_ups,
-        notes=timing.notes,
-        repeats=repeats,
-        seconds=seconds,
-        prompt_tokens=n_prompt,
-        new_tokens=n_new,
-        naive_samples=naive_samples,
-        arithmetic_binds_at_batch={str(context): ceilings.binding_batch(shape, context) for context in contexts},
-        seed=seed,
-        wall_s=round(time.perf_counter() - started, 3),
+
+    name = "latency"
+    needs = "model"
+    short = "How long does a token take, with a cache and without?"
+    caption = "Milliseconds a token by context, with a cache and without, and both under the machine's own roofline"
+    columns = (
+        Column("phase", "phase"),
+        Column("context", "context (tokens)"),
+        Column("batch", "batch"),
+        Column("step", "engine"),
+        Column("ms_median", "ms, median", tenths),
+        Column("ms_low", "lower quartile", tenths),
+        Column("ms_high", "upper quartile", tenths),
+        Column("tokens_per_s", "tokens/s", tenths),
+        Column("MB_moved", "MB moved", tenths),
+        Column("GFLOP", "GFLOP", tenths),
+        Column("intensity", "FLOP/B", tenths),
+        Column("attention_intensity", "attention's FLOP/B", tenths),
+        Column("bound", "bound by"),
+        Column("ceiling_tokens_per_s", "ceiling, tokens/s", tenths),
+        Column("fraction_of_ceiling", "of what that allows", whole_percent),
     )
-    return Result("latency", rows, record)
 
+    contexts: tuple[int, ...] = setting(
+        (),
+        "Tokens attended to, the newest included. Repeat for several.",
+        kind=int,
+        flag="--context",
+        shown="128, 512 and 1024",
+    )
+    batches: tuple[int, ...] = setting((1,), "Rows decoded at once. Repeatable.", kind=int, flag="--batch", shown="1")
+    phases: tuple[str, ...] = setting(PHASES, "Time only these.", kind=str, flag="--phase", choices=PHASES, shown="all")
+    engine: str = setting(
+        "auto",
+        "What reads prompts and decodes: compiled code (numba), the readable decoder (torch), or by rule compiled code "
+        "where it knows the CPU, the model and the cache.",
+        choices=ENGINES,
+    )
+    repeats: int = setting(20, "Runs a row, at most.", least=1)
+    seconds: float = setting(3.0, "After so long a row stops repeating, though not before three runs.", least=0)
+    end_to_end: bool = setting(False, "Also a whole answer: a prompt, then many tokens, both ways.")
+    prompt_tokens: int = setting(3584, "Of --end-to-end: the prompt.")
+    new_tokens: int = setting(256, "Of --end-to-end: tokens generated.")
+    naive_samples: int | None = setting(
+        None,
+        "Of --end-to-end without a cache: time only so many tokens, spread evenly.",
+        kind=int,
+        shown="all",
+    )
+    seed: int = seed()
 
-def sentence(result: Result) -> str:
-    """What the rows support, in one plain sentence: the longest context that was decoded with a cache.
+    def measure(self, subject: "Loaded", progress: Progress) -> tuple[list[Row], dict[str, Any]]:
+        """A row a phase, context and batch (:meth:`kvprobe.bench.latency.Observation.row`).
 
-    Of a busy machine it ends in :data:`kvprobe.results.phrases.WORDS`.
-    """
-    return phrases.said(_sentence(result), result.run)
+        ``busy`` and ``load`` in the record say what else ran (:meth:`kvprobe.bench.busy.Watch.record`). ``contexts``
+        default to those of 128, 512 and 1,024 that the model has positions for; without ``phases`` none is timed by
+        itself. ``end_to_end`` adds two rows. For the other settings see :class:`kvprobe.bench.latency.Bench`, whose
+        notes are ``notes`` in the record. Raises as it does.
+        """
+        import torch
+
+        from kvprobe.bench import machine
+        from kvprobe.bench.latency import Bench
+        from kvprobe.bench.roofline import Shape
+        from kvprobe.decoder.model import from_hf
+
+        decoder = from_hf(subject.model)
+        limit = decoder.config.max_positions
+        contexts = [*self.contexts] or [n for n in DEFAULT_CONTEXTS if n <= limit] or [limit]
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("engine", "repeats", "seconds", "seed")}
+        timing = Bench(decoder=decoder, **how, progress=progress)
+        # both refuse what cannot be before anything is timed
+        parts = [timing.measure(contexts, batches=self.batches, phases=self.phases)] if self.phases else []
+        if self.end_to_end:
+            parts.append(timing.end_to_end(self.prompt_tokens, self.new_tokens, naive_samples=self.naive_samples))
+        dtype = getattr(torch, subject.dtype)
+        # before and after: a shared machine drifts, and a ceiling is the best it does
+        with timing.watch.span():
+            here = machine.measure_machine(dtype, subject.device, progress=progress)
+        observations = [observation for part in parts for observation in part]
+        with timing.watch.span():
+            here = here.best_of(machine.measure_machine(dtype, subject.device))
+        ceilings, shape = here.ceilings, Shape.of(decoder)
+        rows = [observation.row(ceilings, subject.dtype) for observation in observations]
+        facts = here.record() | timing.watch.record(rows, device=subject.device)
+        facts |= {
+            "contexts": contexts,
+            "compiled": self.engine != "torch",
+            "start_up_s": timing.start_ups,
+            "notes": timing.notes,
+            "prompt_tokens": self.prompt_tokens if self.end_to_end else None,
+            "new_tokens": self.new_tokens if self.end_to_end else None,
+            "arithmetic_binds_at_batch": {str(n): ceilings.binding_batch(shape, n) for n in contexts},
+        }
+        return rows, facts
+
+    def settings(self) -> dict[str, Any]:
+        """The settings as a record has them: ``phases`` and ``end_to_end`` are seen in the rows."""
+        return {name: value for name, value in super().settings().items() if name not in ("phases", "end_to_end")}
+
+    @classmethod
+    def sentence(cls, result: Result) -> str:
+        """What the rows support, in one plain sentence: the longest context that was decoded with a cache.
+
+        Of a busy machine it ends in :data:`kvprobe.results.phrases.WORDS`.
+        """
+        return phrases.said(_sentence(result), result.run)
+
+    @classmethod
+    def shown(cls, result: Result) -> Result:
+        """With megabytes and GFLOPs in place of bytes and FLOPs."""
+        extra = [{"MB_moved": row["bytes_moved"] / 1e6, "GFLOP": row["flops"] / 1e9} for row in result.rows]
+        return Result("latency", [row | more for row, more in zip(result.rows, extra, strict=True)], result.run)
+
+    @classmethod
+    def summary(cls, result: Result) -> list[str]:
+        """The lines under the table."""
+        return _summary(result)
 
 
 def _sentence(result: Result) -> str:
@@ -110,3 +184,33 @@ def _sentence(result: Result) -> str:
     if row["fraction_of_ceiling"] > 1:
         return f"{said}; with it, more than was measured of {bound}: {ABOVE}"
     return f"{said}; with it, {row['fraction_of_ceiling']:.0%} of what {bound} allows is reached"
+
+
+def _summary(result: Result) -> list[str]:
+    rows, run = result.rows, result.run
+    lines = [
+        "",
+        *phrases.lines(run),
+        f"{run['model']} ({run['source']}), {run['dtype']}, {run['device']}: the machine reads "
+        f"{run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s, "
+        f"ridge point {run['ridge_point']:.1f} FLOP/B",
+        "start-up, once a process: " + ", ".join(f"{name} {s:.2f} s" for name, s in run["start_up_s"].items())
+        if run["start_up_s"]
+        else "",
+    ]
+    cached = [row for row in rows if row["phase"] == "cached"]
+    if cached:
+        best = max(cached, key=lambda row: row["fraction_of_ceiling"])
+        lines.append(
+            f"decode reaches {best['fraction_of_ceiling']:.0%} of its ceiling at {best['context']:,} tokens, batch "
+            f"{best['batch']:,}; attention's own intensity is {best['attention_intensity']:g} FLOP/B at every length"
+        )
+    if any(row["fraction_of_ceiling"] > 1 for row in rows):
+        lines.append(f"a row above 100%: {ABOVE}")
+    binds = ", ".join(
+        f"{int(context):,} tokens: "
+        + ("never, the cache keeps bandwidth the limit" if batch is None else f"batch {batch:,}")
+        for context, batch in run["arithmetic_binds_at_batch"].items()
+    )
+    lines.append(f"arithmetic binds decode from: {binds}")
+    return [line for i, line in enumerate(lines) if line or i == 0]

@@ -1,47 +1,94 @@
 """Does each kind of KV cache hold what its formula says?"""
 
-import time
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from kvprobe.bench.cache_memory import rows
-from kvprobe.models.loading import Loaded
-from kvprobe.progress import Progress, silent
-from kvprobe.results.record import run_record
-from kvprobe.results.result import Result
+from kvprobe.experiments.experiment import Experiment, seed, setting
+from kvprobe.progress import Progress
+from kvprobe.results.html import Column, amount
+from kvprobe.results.result import Result, Row
 from kvprobe.shape.cache_bytes import Amount
+
+if TYPE_CHECKING:
+    from kvprobe.models.loading import Loaded
 
 DEFAULT_CONTEXTS = (128, 512, 1024)
 
 
-def run(
-    loaded: Loaded,
-    *,
-    contexts: Sequence[int] = (),
-    batch: int = 1,
-    window: int = 256,
-    n_sink: int = 4,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> Result:
-    """A row a context and kind of cache: bytes by formula beside bytes held (:func:`kvprobe.bench.cache_memory.rows`).
+@dataclass(frozen=True, kw_only=True)
+class Memory(Experiment):
+    """Does a KV cache hold what its formula says? Bytes by formula beside bytes that are really held.
 
-    ``contexts`` default to those of 128, 512 and 1,024 that the model has positions for. Raises as ``rows`` does.
+    Every cache takes the context in one go. On a CPU the bytes of all storages that it keeps alive are summed, each
+    once; on a GPU the allocator's count is taken. What is pinned is storage that views keep alive and do not read.
+
+    \b
+    Caches: full         kvprobe's, preallocated; local layers keep their window
+            rolling      kvprobe's sinks and window: constant, whatever the context
+            fused views  K and V kept as slices of a fused QKV projection: a common mistake, on purpose
+            hf dynamic   transformers' DynamicCache, after a forward of the model
+            hf static    transformers' StaticCache, made for the context
+
+    \b
+    Columns: excess_bytes  measured beyond the formula
+             ratio         measured over the formula
+
+    \b
+    Examples:
+      kvprobe memory smollm2-135m
+      kvprobe memory gemma3-270m --context 2048       sliding layers: what each cache keeps of them
+      kvprobe memory gpt-124m --random-weights --context 1024 --context 2048 --context 4096
     """
-    started = time.perf_counter()
-    limit = loaded.spec.max_positions
-    contexts = [*contexts] or [n for n in DEFAULT_CONTEXTS if limit is None or n <= limit] or [limit or 1]
-    found = rows(loaded, contexts, batch=batch, window=window, n_sink=n_sink, seed=seed, progress=progress)
-    record = run_record(
-        loaded.record(),
-        contexts=contexts,
-        batch=batch,
-        window=window,
-        n_sink=n_sink,
-        counted_by="allocator" if loaded.device.startswith("cuda") else "unique storages",
-        seed=seed,
-        wall_s=round(time.perf_counter() - started, 3),
+
+    name = "memory"
+    needs = "model"
+    short = "Does a KV cache hold what its formula says?"
+    columns = (
+        Column("context", "context (tokens)"),
+        Column("cache", "cache"),
+        Column("formula_bytes", "by formula", amount),
+        Column("measured_bytes", "held", amount),
+        Column("pinned_bytes", "of these pinned", amount),
+        Column("excess_bytes", "beyond the formula", amount),
+        Column("ratio", "ratio"),
     )
-    return Result("memory", found, record)
+
+    contexts: tuple[int, ...] = setting(
+        (),
+        "Tokens read into the cache. Repeat for several.",
+        kind=int,
+        flag="--context",
+        shown="128, 512 and 1024",
+    )
+    batch: int = setting(1, "Sequences held at once.", least=1)
+    window: int = setting(256, "Of the rolling cache: last tokens kept.")
+    n_sink: int = setting(4, "Sink tokens the rolling cache keeps.", flag="--sinks")
+    seed: int = seed()
+
+    def measure(self, subject: "Loaded", progress: Progress) -> tuple[list[Row], dict[str, Any]]:
+        """A row a context and kind of cache: bytes by formula and bytes held (:mod:`kvprobe.bench.cache_memory`).
+
+        ``contexts`` default to those of 128, 512 and 1,024 that the model has positions for. Raises ValueError beyond
+        the model's positions, KvprobeError where a cache would not fit the free memory.
+        """
+        from kvprobe.bench.cache_memory import rows
+
+        limit = subject.spec.max_positions
+        contexts = [*self.contexts] or [n for n in DEFAULT_CONTEXTS if limit is None or n <= limit] or [limit or 1]
+        settings: dict[str, Any] = {"batch": self.batch, "window": self.window, "n_sink": self.n_sink}
+        found = rows(subject, contexts, **settings, seed=self.seed, progress=progress)
+        counted_by = "allocator" if subject.device.startswith("cuda") else "unique storages"
+        return found, {"contexts": contexts, "counted_by": counted_by}
+
+    @classmethod
+    def sentence(cls, result: Result) -> str:
+        """What the rows support, in one plain sentence."""
+        return _sentence(result)
+
+    @classmethod
+    def summary(cls, result: Result) -> list[str]:
+        """The lines under the table."""
+        return _summary(result)
 
 
 def exact_caches(result: Result) -> list[str]:
@@ -50,8 +97,7 @@ def exact_caches(result: Result) -> list[str]:
     return [kind for kind in kinds if all(row["excess_bytes"] == 0 for row in result.rows if row["cache"] == kind)]
 
 
-def sentence(result: Result) -> str:
-    """What the rows support, in one plain sentence."""
+def _sentence(result: Result) -> str:
     exact, longest = exact_caches(result), max(row["context"] for row in result.rows)
     said = f"{result.run['model']}: " + (
         f"to the byte what the formula says hold {', '.join(exact)}" if exact else "no cache holds its formula's bytes"
@@ -63,3 +109,20 @@ def sentence(result: Result) -> str:
             f"{worst['ratio']:.2f} times the formula in all"
         )
     return said
+
+
+def _summary(result: Result) -> list[str]:
+    rows, run = result.rows, result.run
+    lines = [
+        "",
+        f"{run['model']} ({run['source']}), {run['dtype']}, batch {run['batch']:,}, counted by {run['counted_by']}",
+    ]
+    if exact := exact_caches(result):
+        lines.append(f"to the byte what the formula says: {', '.join(exact)}")
+    for name in dict.fromkeys(row["cache"] for row in rows if row["pinned_bytes"]):
+        worst = max((row for row in rows if row["cache"] == name), key=lambda row: row["pinned_bytes"])
+        lines.append(
+            f"{name}: at {worst['context']:,} tokens views keep {Amount(worst['pinned_bytes'])} alive that nothing "
+            f"reads, {worst['ratio']:.2f} times the formula in all"
+        )
+    return lines

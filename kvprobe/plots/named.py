@@ -37,28 +37,6 @@ def _window(result: Result) -> "Figure":
     return window.figure(result.rows, result.run)
 
 
-def _cache(result: Result) -> "Figure":
-    from kvprobe.plots import cache
-    from kvprobe.shape.levers import growth
-
-    longest = max(row["context"] for row in result.rows)
-    return cache.figure(
-        growth(result.rows, result.run), [row for row in result.rows if row["context"] == longest], result.run
-    )
-
-
-def _memory(result: Result) -> "Figure":
-    from kvprobe.plots import memory
-
-    return memory.figure(result.rows, result.run)
-
-
-def _latency(result: Result) -> "Figure":
-    from kvprobe.plots import latency
-
-    return latency.figure(result.rows, result.run)
-
-
 def _roofline(result: Result) -> "Figure":
     from kvprobe.plots import roofline
 
@@ -80,9 +58,6 @@ def _relief(result: Result) -> "Figure":
 FIGURES: dict[str, Callable[[Result], "Figure"]] = {
     "lowrank": _lowrank,
     "window": _window,
-    "cache": _cache,
-    "memory": _memory,
-    "latency": _latency,
     "roofline": _roofline,
     "gqa": _gqa,
     "relief_map": _relief,

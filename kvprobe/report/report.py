@@ -4,20 +4,22 @@ The model is loaded once. A section that its family does not allow says why, and
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import __version__
 from kvprobe.errors import KvprobeError
+from kvprobe.experiments.cache import Cache, KnownShape
 from kvprobe.experiments.experiment import Experiment
+from kvprobe.experiments.latency import ABOVE, ON_THE_PAGE, Latency
 from kvprobe.experiments.sinks import Sinks
 from kvprobe.files.store import check_writable, disk_error
 from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
 from kvprobe.report.page import Section, document
 from kvprobe.results import phrases
-from kvprobe.results.html import Column, amount, percent, plain, tenths, thousandths
+from kvprobe.results.html import Column, amount, percent, plain, thousandths
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
 from kvprobe.text.passages import Bos, notices
 
@@ -143,41 +145,26 @@ def _shape(subject: "Subject", config: ReportConfig, progress: Progress) -> dict
 
 
 def _bill(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
-    from kvprobe.experiments import cache
-    from kvprobe.plots.cache import figure
-    from kvprobe.shape.levers import growth as growth_of
-
     loaded = subject.loaded
     about = {"model": loaded.name, "revision": loaded.revision, "source": loaded.source}
-    result = cache.run(loaded.spec, about=about, dtype=loaded.dtype)
-    longest = max(result.run["contexts"])
-    rows = [row for row in result.rows if row["context"] == longest]
-    growth = growth_of(result.rows, result.run)
-    return {
-        "sentences": [
-            f"{cache.sentence(result)}.",
-            "A bill is arithmetic on the model's shape; the sections below measure what some of the levers cost.",
-        ],
-        "pictures": _both(lambda width: figure(growth, rows, result.run, width=width, title=False)),
+    section = _section_of(Cache(dtype=loaded.dtype), KnownShape(loaded.spec, about), progress)
+    longest = max(section["record"]["contexts"])
+    columns = [column for column in Cache.columns if column.field != "context"]
+    columns[1] = replace(columns[1], heading=f"cache of {longest:,} tokens")
+    arithmetic = "A bill is arithmetic on the model's shape; the sections below measure what some of the levers cost."
+    return section | {
+        "sentences": [*section["sentences"], arithmetic],
         "caption": f"The cache by context, and what each lever leaves of it at {longest:,} tokens.",
-        "columns": [
-            Column("lever", "lever"),
-            Column("bytes", f"cache of {longest:,} tokens", amount),
-            Column("bytes_per_token", "one more token", amount),
-            Column("relief", "times smaller", lambda value: f"{value:,.2f}"),
-            Column("outweighs_at", "larger than the weights from"),
-            Column("stops_at", "stops growing at"),
-        ],
-        "rows": rows,
-        "record": result.run,
+        "columns": columns,
+        "rows": [row for row in section["rows"] if row["context"] == longest],
     }
 
 
-def _section_of(experiment: Experiment, subject: "Subject", progress: Progress) -> dict[str, Any]:
+def _section_of(experiment: Experiment, subject: Any, progress: Progress) -> dict[str, Any]:
     """An experiment as a section: its sentence, picture and table."""
     result = experiment.run(subject, progress=progress)
     # a column of dashes tells nothing
-    columns = [column for column in experiment.columns if any(row[column.field] is not None for row in result.rows)]
+    columns = [column for column in experiment.columns if any(row.get(column.field) is not None for row in result.rows)]
     return {
         "sentences": [f"{experiment.sentence(result)}."],
         "pictures": _both(lambda width: experiment.figure(result, width=width, title=False)),
@@ -256,41 +243,21 @@ def _rank(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
 
 
 def _speed(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
-    from kvprobe.experiments import latency
-    from kvprobe.plots.latency import figure
-
-    contexts = [*dict.fromkeys(max(2, subject.passage.n_tokens // part) for part in CONTEXT_PARTS)]
-    settings: dict[str, Any] = {"contexts": contexts, "seconds": config.seconds, "seed": config.seed}
-    result = latency.run(subject.loaded, **settings, progress=progress)
-    run = result.run
-    said = latency.sentence(result)
-    unsaid = latency.ABOVE not in said and any(row["fraction_of_ceiling"] > 1 for row in result.rows)
-    return {
+    contexts = tuple(dict.fromkeys(max(2, subject.passage.n_tokens // part) for part in CONTEXT_PARTS))
+    speed = Latency(contexts=contexts, seconds=config.seconds, seed=config.seed)
+    section = _section_of(speed, subject.loaded, progress)
+    run, rows = section["record"], section["rows"]
+    unsaid = ABOVE not in section["sentences"][0] and any(row["fraction_of_ceiling"] > 1 for row in rows)
+    return section | {
         "sentences": [
-            f"{said}.",
+            *section["sentences"],
             f"Measured just before and after: the machine reads {run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and "
             f"multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s.",
-            *([f"A row above 100 %: {latency.ABOVE}."] if unsaid else []),
+            *([f"A row above 100 %: {ABOVE}."] if unsaid else []),
         ],
-        "pictures": _both(lambda width: figure(result.rows, run, width=width, title=False)),
-        "caption": phrases.said(
-            "Milliseconds a token by context, with and without a cache, and both under the machine's own roofline", run
-        )
-        + ".",
-        "columns": [
-            Column("phase", "phase"),
-            Column("context", "context (tokens)"),
-            Column("ms_median", "ms, median", tenths),
-            Column("ms_low", "lower quartile", tenths),
-            Column("ms_high", "upper quartile", tenths),
-            Column("tokens_per_s", "tokens/s", tenths),
-            Column("intensity", "FLOP/B", tenths),
-            Column("bound", "bound by"),
-            Column("fraction_of_ceiling", "of what that allows", lambda value: f"{value:.0%}"),
-        ],
-        "rows": result.rows,
+        "caption": f"{phrases.said(Latency.caption, run)}.",
+        "columns": [column for column in section["columns"] if column.field in ON_THE_PAGE],
         "warnings": [f"{line[0].upper()}{line[1:]}." for line in phrases.lines(run)],
-        "record": run,
     }
 
 

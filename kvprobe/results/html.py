@@ -47,9 +47,19 @@ def tenths(value: float) -> str:
     return f"{value:,.1f}"
 
 
+def hundredths(value: float) -> str:
+    """A number with two decimals."""
+    return f"{value:,.2f}"
+
+
 def percent(value: float) -> str:
     """A share of one, in percent."""
     return f"{value:.1%}"
+
+
+def whole_percent(value: float) -> str:
+    """A share of one, in whole percent."""
+    return f"{value:.0%}"
 
 
 def amount(value: int) -> str:

@@ -7,9 +7,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvprobe.bench import busy, machine
-from kvprobe.cli.commands.latency import _summary
+from kvprobe.experiments.latency import Latency
 from kvprobe.plots import latency as plot
 from kvprobe.plots import roofline
+from kvprobe.results.result import Result
 from support.models import only_document
 
 FIELDS = """context batch dtype phase ms_median ms_low ms_high tokens_per_s bytes_moved flops intensity
@@ -167,7 +168,8 @@ def test_what_is_above_its_ceiling_is_explained():
     run = {"model": "m", "source": "s", "dtype": "d", "device": "cpu", "start_up_s": {}, "ridge_point": 4.0}
     run |= {"bandwidth_bytes_per_s": 1e9, "matrix_flops_per_s": 1e9, "arithmetic_binds_at_batch": {}}
     above, below = (
-        _summary([of_all | {"phase": "cached", "fraction_of_ceiling": fraction}], run) for fraction in (1.09, 0.9)
+        Latency.summary(Result("latency", [of_all | {"phase": "cached", "fraction_of_ceiling": fraction}], run))
+        for fraction in (1.09, 0.9)
     )
     assert any(line.startswith("a row above 100%: what it reads stays in") for line in above)
     assert not any("100%" in line for line in below)

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.experiments import cache, gqa, latency, lowrank, memory, relief, window
+from kvprobe.experiments import gqa, lowrank, relief, window
+from kvprobe.experiments.cache import Cache, KnownShape
+from kvprobe.experiments.latency import Latency
+from kvprobe.experiments.memory import Memory, exact_caches
 from kvprobe.experiments.sinks import Sinks
 from kvprobe.models.subject import prepare
 from kvprobe.probes import mass
@@ -146,15 +149,15 @@ def test_the_latency_sentence_is_of_the_longest_context():
         return {"phase": phase, "context": context, "ms_median": ms} | more
 
     rows = [row("naive", 128, 40), row("cached", 128, 9), row("naive", 512, 100), row("cached", 512, 10)]
-    said = latency.sentence(Result("latency", rows, RUN))
+    said = Latency.sentence(Result("latency", rows, RUN))
     assert said == (
         "m on c: at 512 tokens one more takes 10.0 ms with a cache and 100.0 ms without (10.0 times as long); with it, "
         "50% of what its memory allows is reached"
     )
-    assert latency.sentence(Result("latency", rows[:1], RUN)) == "m: naive at 128 tokens takes 40.0 ms"
+    assert Latency.sentence(Result("latency", rows[:1], RUN)) == "m: naive at 128 tokens takes 40.0 ms"
     above = [row("cached", 128, 9) | {"fraction_of_ceiling": 1.09}]
-    assert "; with it, more than was measured of its memory: " in latency.sentence(Result("latency", above, RUN))
-    loaded = latency.sentence(Result("latency", rows, RUN | {"busy": ["other work"]}))
+    assert "; with it, more than was measured of its memory: " in Latency.sentence(Result("latency", above, RUN))
+    loaded = Latency.sentence(Result("latency", rows, RUN | {"busy": ["other work"]}))
     assert loaded == f"{said}; busy machine, not to be quoted"
 
 
@@ -179,10 +182,10 @@ def test_the_words_of_an_uptraining_name_the_control_where_there_was_one():
 
 
 def test_a_bill_by_hand(subject):
-    result = cache.run(subject.loaded.spec, about={"model": "tiny"}, contexts=(128,), window=16, n_sink=4)
+    result = Cache(contexts=(128,), window=16, n_sink=4).run(KnownShape(subject.loaded.spec, {"model": "tiny"}))
     # 3 layers, K and V of 2 heads of 8, float32
     assert result.rows[0]["bytes"] == 128 * 384
-    assert cache.sentence(result).startswith(
+    assert Cache.sentence(result).startswith(
         "tiny: the cache of 128 tokens takes 48 KiB at float32, and one more token"
     )
     drawn = levers.growth(result.rows, result.run)
@@ -190,9 +193,9 @@ def test_a_bill_by_hand(subject):
 
 
 def test_the_memory_sentence_names_who_holds_more(subject):
-    result = memory.run(subject.loaded, contexts=(8, 40))
-    assert memory.exact_caches(result) == ["full", "rolling", "hf dynamic", "hf static"]
-    assert memory.sentence(result) == (
+    result = Memory(contexts=(8, 40)).run(subject.loaded)
+    assert exact_caches(result) == ["full", "rolling", "hf dynamic", "hf static"]
+    assert Memory.sentence(result) == (
         "llama: to the byte what the formula says hold full, rolling, hf dynamic, hf static; fused views keep 15 KiB "
         "alive at 40 tokens that nothing reads, 2.00 times the formula in all"
     )
