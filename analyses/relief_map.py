@@ -17,9 +17,8 @@ import click
 
 from analyses.common import script, show
 from kvprobe.cli.console import progress_bar
-from kvprobe.experiments import relief
+from kvprobe.experiments.relief import BASES, Relief
 from kvprobe.models.subject import prepare
-from kvprobe.probes.truncation import BasisKind
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
 
@@ -33,22 +32,21 @@ def run(
     windows: Sequence[int] = (),
     n_sink: int = 4,
     ranks: Sequence[int] = (),
-    bases: Sequence[BasisKind] = relief.BASES,
+    bases: Sequence[str] = BASES,
     bits: Sequence[int] = (8, 4),
     progress: Progress = silent,
 ) -> Result:
-    """The rows of :func:`kvprobe.experiments.relief.run`: the model as it is, then a row a lever."""
+    """The rows of ``kvprobe relief``: the model as it is, then a row a lever."""
     subject = prepare(model, text=text, tokens=tokens, progress=progress)
-    return relief.run(
-        subject,
-        windows=windows,
+    levers = Relief(
+        windows=tuple(windows),
         n_sink=n_sink,
-        ranks=ranks,
-        bases=bases,
-        bits=bits,
+        ranks=tuple(ranks),
+        bases=tuple(bases),
+        bits=tuple(bits),
         score_from=score_from,
-        progress=progress,
     )
+    return levers.run(subject, progress=progress)
 
 
 @click.command(help=__doc__)
@@ -66,7 +64,7 @@ def main(model: str, save: bool, **options: Any) -> None:
     with progress_bar(quiet=False) as progress:
         result = run(model, **options, progress=progress)
     columns = ["lever", "kind", "loss", "delta", "delta_low", "delta_high", "bytes", "bytes_per_token", "relief"]
-    show(result, save=save, columns=[*columns, "on_front"], summary=["", relief.sentence(result)])
+    show(result, save=save, columns=[*columns, "on_front"], summary=["", Relief.sentence(result)])
 
 
 if __name__ == "__main__":

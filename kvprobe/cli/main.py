@@ -33,7 +33,20 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 # modules of kvprobe.cli.commands, in the order in which --help lists them
-COMMANDS = ("sinks", "lowrank", "window", "cache", "memory", "latency", "gqa", "generate", "report", "pull", "models")
+COMMANDS = (
+    "sinks",
+    "lowrank",
+    "window",
+    "relief",
+    "cache",
+    "memory",
+    "latency",
+    "gqa",
+    "generate",
+    "report",
+    "pull",
+    "models",
+)
 # longer than a SHA-256
 _LONG_NUMBER = re.compile(r"\d{80,}")
 PLOT_ENDINGS = (".svg", ".png", ".pdf")

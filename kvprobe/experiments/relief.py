@@ -4,112 +4,167 @@ The relief map of :mod:`kvprobe.shape.levers` is arithmetic; this is the same ma
 pulled on a trained model as it is.
 """
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
-from kvprobe.bench.cache_memory import own_shape
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.experiments import lowrank, window
-from kvprobe.models.subject import Subject
-from kvprobe.probes.losses import default_block_length, paired_interval, perplexity, token_losses
-from kvprobe.probes.quantised import check_bits, quantising
-from kvprobe.probes.truncation import BasisKind
-from kvprobe.progress import Progress, silent
-from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of
-from kvprobe.results.record import run_record
+from kvprobe.experiments.experiment import Experiment, seed, setting
+from kvprobe.progress import Progress
+from kvprobe.results.html import Column, amount, hundredths, tenths, thousandths
+from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of, signed
 from kvprobe.results.result import Result, Row
-from kvprobe.shape.cache_bytes import Bill, bill
+from kvprobe.shape.cache_bytes import Amount, Bill, bill
 from kvprobe.shape.spec import Spec
 
-BASES: tuple[BasisKind, ...] = ("oracle", "heldout")
+if TYPE_CHECKING:
+    from kvprobe.models.subject import Subject
+
+BASES = ("oracle", "heldout")
 
 
-def run(
-    subject: Subject,
-    *,
-    windows: Sequence[int] = (),
-    n_sink: int = 4,
-    ranks: Sequence[int] = (),
-    bases: Sequence[BasisKind] = BASES,
-    bits: Sequence[int] = (8, 4),
-    score_from: int | None = None,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> Result:
-    """The model as it is, then a row a lever: its loss with interval, and the bytes it holds after the passage.
+@dataclass(frozen=True, kw_only=True)
+class Relief(Experiment):
+    """What does each lever on the KV cache cost in loss, and how many bytes does it leave? Measured, on one model.
 
-    ``kind`` is the factor that is attacked, as in :mod:`kvprobe.shape.levers`: ``window`` (last tokens and ``n_sink``
-    sinks, absolute positions), ``latent`` (joint keys and values cut to a rank; its bytes count the basis), ``bits``
-    (stored with a 16-bit scale and zero point for every 64 elements). ``bytes_per_token`` is the mean over the passage,
-    ``bytes`` over its tokens; ``on_front``: no row has at most its bytes and at most its loss, and one of them less,
-    intervals left aside; rows of an oracle basis, which saw the scored tokens, are on no front and keep none off it.
-    The basis ``heldout`` is of later tokens of the same text. ``windows`` default to 1/2, 1/4 and 1/8 of the passage,
-    ``ranks`` to those parts of the width. Raises UnsupportedModelError for a model that keeps other things than one K
-    and V a KV head, and as :func:`kvprobe.experiments.window.run` and :func:`kvprobe.experiments.lowrank.run` do.
+    Levers that a trained model takes as it is: a window with sinks (absolute positions), a rank of joint keys and
+    values (the bytes count the basis), and storage in few bits (a 16-bit scale and zero point for every 64 elements).
+    Every other way to a smaller cache needs training.
+
+    \b
+    Columns: kind             the factor of the cache that the lever attacks
+             delta            loss beyond the model as it is, nat a token, delta_low to delta_high 95 %
+             bytes            of the whole cache after the passage
+             bytes_per_token  the mean over the passage
+             relief           times smaller than the model as it is
+             on_front         no other lever has at most its bytes and at most its loss; an oracle basis, which saw
+                              the scored tokens, is on no front
+
+    \b
+    Examples:
+      kvprobe relief smollm2-135m --plot relief.png
+      kvprobe relief smollm2-135m --window 256 --sinks 1 --bits 8 --bits 4 --bits 2
+      kvprobe relief smollm2-135m --basis heldout --rank 192 --tokens 2048
     """
-    started = time.perf_counter()
-    spec, n_tokens = subject.loaded.spec, subject.passage.n_tokens
-    if own_shape(spec) is None:
-        raise UnsupportedModelError(
-            f"the {spec.family} family keeps other things than one K and V a KV head: the bytes of its levers are not "
-            "known here"
+
+    name = "relief"
+    analysis = "relief_map"
+    short = "What does each lever on the cache cost, and leave?"
+    heading = "What each lever costs and leaves"
+    caption = "Loss against bytes a token: what each lever costs and leaves. Joined: the levers that no other beats."
+    columns = (
+        Column("lever", "lever"),
+        Column("kind", "factor"),
+        Column("loss", "loss (nat)", thousandths),
+        Column("delta", "beyond full (nat)", signed),
+        Column("delta_low", "95 % from", signed),
+        Column("delta_high", "to", signed),
+        Column("bytes", "cache", amount),
+        Column("bytes_per_token", "bytes a token", tenths),
+        Column("relief", "times smaller", hundredths),
+        Column("on_front", "on the front"),
+    )
+
+    windows: tuple[int, ...] = setting(
+        (),
+        "Tokens seen, the query itself counted. Repeat for several.",
+        kind=int,
+        flag="--window",
+        shown="1/2, 1/4 and 1/8 of the passage",
+    )
+    n_sink: int = setting(4, "Sink tokens beside each window.", flag="--sinks")
+    ranks: tuple[int, ...] = setting(
+        (),
+        "Rank of joint keys and values. Repeat for several.",
+        kind=int,
+        flag="--rank",
+        shown="1/2, 1/4 and 1/8 of the width",
+    )
+    bases: tuple[str, ...] = setting(
+        BASES,
+        "What the bases are fitted to: the scored tokens themselves, or later tokens of the same text.",
+        kind=str,
+        flag="--basis",
+        choices=BASES,
+        shown="both",
+    )
+    bits: tuple[int, ...] = setting((8, 4), "Bits that an element is stored in. Repeat for several.", kind=int)
+    score_from: int | None = setting(
+        None, "The first target is the token after it.", kind=int, shown="half of --tokens"
+    )
+    seed: int = seed()
+
+    def measure(self, subject: "Subject", progress: Progress) -> tuple[list[Row], dict[str, Any]]:
+        """The model as it is, then a row a lever: its loss with interval, and the bytes it holds after the passage.
+
+        ``kind`` is the factor that is attacked, as in :mod:`kvprobe.shape.levers`. Rows of an oracle basis are on no
+        front and keep none off it; intervals are left aside there. Raises UnsupportedModelError for a model that keeps
+        other things than one K and V a KV head, and as the experiments ``window`` and ``lowrank`` do.
+        """
+        from kvprobe.bench.cache_memory import own_shape
+        from kvprobe.experiments import lowrank, window
+        from kvprobe.probes.losses import default_block_length
+        from kvprobe.probes.quantised import check_bits
+
+        spec, n_tokens = subject.loaded.spec, subject.passage.n_tokens
+        if own_shape(spec) is None:
+            raise UnsupportedModelError(
+                f"the {spec.family} family keeps other things than one K and V a KV head: the bytes of its levers are "
+                "not known here"
+            )
+        for n_bits in self.bits:
+            check_bits(n_bits)
+        score_from = n_tokens // 2 if self.score_from is None else self.score_from
+        windows = [*self.windows] or sorted({max(1, n_tokens // part) for part in (2, 4, 8)}, reverse=True)
+        shared: dict[str, Any] = {"score_from": score_from, "seed": self.seed, "progress": progress}
+        now = bill(spec, subject.loaded.dtype)
+        rows: list[Row] = []
+        # what can be refused is, before the first long pass of the next lever
+        cells = window.run(subject, windows=windows, sinks=(self.n_sink,), **shared).rows
+        rows.append(_row("as it is", "model", cells[0], now.total(n_tokens)))
+        for cell in cells[1:]:
+            name = f"window {cell['window']:,} + {self.n_sink} sinks"
+            kept = _windowed(now, cell["window"] + self.n_sink).total(n_tokens)
+            rows.append(_row(name, "window", cell, kept, window=cell["window"], n_sink=self.n_sink))
+        for basis in self.bases:
+            for cell in lowrank.run(subject, ranks=self.ranks, basis=cast(Any, basis), **shared).rows[1:]:
+                name, rank = f"rank {cell['rank']:,}, {basis} basis", cell["rank"]
+                latent, once = _latent_bytes(spec, now, rank, n_tokens)
+                rows.append(_row(name, "latent", cell, latent + once, basis_bytes=once, rank=rank, basis=basis))
+        rows += _quantised(subject, now, self.bits, **shared)
+        n_targets = n_tokens - 1 - score_from
+        facts = {
+            "windows": windows,
+            "ranks": sorted({row["rank"] for row in rows if row["rank"]}, reverse=True),
+            "score_from": score_from,
+            "n_targets": n_targets,
+            "interval": interval_of(default_block_length(n_targets)),
+        }
+        return _finished(rows, n_tokens), facts
+
+    @classmethod
+    def sentence(cls, result: Result) -> str:
+        """What the rows support, in one plain sentence: the smallest cache without a measurable rise in loss.
+
+        An oracle basis is left out: it saw the tokens that it is scored on.
+        """
+        levers = [row for row in result.rows[1:] if row["basis"] != "oracle"]
+        free = [row for row in levers if row["delta_low"] <= 0 and row["relief"] > 1]
+        said = f"{passage_of(result.run)}: of {len(levers)} levers that never saw the scored tokens "
+        if not free:
+            return f"{said}none takes less memory without a measurable rise in loss"
+        best = min(free, key=lambda row: row["bytes"])
+        fitted = f" (of {fitted_to(result.run)})" if best["basis"] == "heldout" else ""
+        return (
+            f"{said}the smallest cache without a measurable rise in loss is {best['lever']}"
+            f"{fitted}, "
+            f"{best['relief']:.1f} times smaller: there the loss {change_of(best)}"
         )
-    for n_bits in bits:
-        check_bits(n_bits)
-    score_from = n_tokens // 2 if score_from is None else score_from
-    windows = [*windows] or sorted({max(1, n_tokens // part) for part in (2, 4, 8)}, reverse=True)
-    shared: dict[str, Any] = {"score_from": score_from, "seed": seed, "progress": progress}
-    now = bill(spec, subject.loaded.dtype)
-    found: list[Row] = []
-    # what can be refused is, before the first long pass of the next lever
-    cells = window.run(subject, windows=windows, sinks=(n_sink,), **shared).rows
-    found.append(_row("as it is", "model", cells[0], now.total(n_tokens)))
-    for cell in cells[1:]:
-        name = f"window {cell['window']:,} + {n_sink} sinks"
-        kept = _windowed(now, cell["window"] + n_sink).total(n_tokens)
-        found.append(_row(name, "window", cell, kept, window=cell["window"], n_sink=n_sink))
-    for basis in bases:
-        for cell in lowrank.run(subject, ranks=ranks, basis=basis, **shared).rows[1:]:
-            name, rank = f"rank {cell['rank']:,}, {basis} basis", cell["rank"]
-            latent, once = _latent_bytes(spec, now, rank, n_tokens)
-            found.append(_row(name, "latent", cell, latent + once, basis_bytes=once, rank=rank, basis=basis))
-    found += _quantised(subject, now, bits, **shared)
-    n_targets = n_tokens - 1 - score_from
-    record = run_record(
-        subject.record(),
-        windows=windows,
-        n_sink=n_sink,
-        ranks=sorted({row["rank"] for row in found if row["rank"]}, reverse=True),
-        bases=[*bases],
-        bits=[*bits],
-        score_from=score_from,
-        n_targets=n_targets,
-        interval=interval_of(default_block_length(n_targets)),
-        seed=seed,
-        wall_s=round(time.perf_counter() - started, 3),
-    )
-    return Result("relief_map", _finished(found, n_tokens), record)
 
-
-def sentence(result: Result) -> str:
-    """What the rows support, in one plain sentence: the smallest cache whose loss is not told apart from the full.
-
-    An oracle basis is left out: it saw the tokens that it is scored on.
-    """
-    levers = [row for row in result.rows[1:] if row["basis"] != "oracle"]
-    free = [row for row in levers if row["delta_low"] <= 0 and row["relief"] > 1]
-    said = f"{passage_of(result.run)}: of {len(levers)} levers that never saw the scored tokens "
-    if not free:
-        return f"{said}none takes less memory without a rise in loss that is told apart from zero"
-    best = min(free, key=lambda row: row["bytes"])
-    fitted = f" (of {fitted_to(result.run)})" if best["basis"] == "heldout" else ""
-    return (
-        f"{said}the smallest cache whose rise in loss is not told apart from zero is {best['lever']}"
-        f"{fitted}, "
-        f"{best['relief']:.1f} times smaller: there the loss {change_of(best)}"
-    )
+    @classmethod
+    def shown(cls, result: Result) -> Result:
+        """Bytes in the unit that reads best."""
+        return Result(result.analysis, [row | {"bytes": Amount(row["bytes"])} for row in result.rows], result.run)
 
 
 def _row(lever: str, kind: str, scored: Row, n_bytes: int, **settings: Any) -> Row:
@@ -121,8 +176,11 @@ def _row(lever: str, kind: str, scored: Row, n_bytes: int, **settings: Any) -> R
 
 
 def _quantised(
-    subject: Subject, now: Bill, bits: Sequence[int], *, score_from: int, seed: int, progress: Progress
+    subject: "Subject", now: Bill, bits: Sequence[int], *, score_from: int, seed: int, progress: Progress
 ) -> Iterator[Row]:
+    from kvprobe.probes.losses import paired_interval, perplexity, token_losses
+    from kvprobe.probes.quantised import quantising
+
     model, ids = subject.model, subject.input_ids
     reference = token_losses(model, ids, score_from=score_from)
     for done, n_bits in enumerate(bits):

@@ -49,16 +49,9 @@ def _gqa(result: Result) -> "Figure":
     return gqa.figure(result.rows, result.run)
 
 
-def _relief(result: Result) -> "Figure":
-    from kvprobe.plots import relief
-
-    return relief.figure(result.rows, result.run)
-
-
 FIGURES: dict[str, Callable[[Result], "Figure"]] = {
     "lowrank": _lowrank,
     "window": _window,
     "roofline": _roofline,
     "gqa": _gqa,
-    "relief_map": _relief,
 }

@@ -13,6 +13,7 @@ from kvprobe.errors import KvprobeError
 from kvprobe.experiments.cache import Cache, KnownShape
 from kvprobe.experiments.experiment import Experiment
 from kvprobe.experiments.latency import ABOVE, ON_THE_PAGE, Latency
+from kvprobe.experiments.relief import Relief
 from kvprobe.experiments.sinks import Sinks
 from kvprobe.files.store import check_writable, disk_error
 from kvprobe.files.whole import write_whole
@@ -175,6 +176,10 @@ def _section_of(experiment: Experiment, subject: Any, progress: Progress) -> dic
     }
 
 
+def _relief(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
+    return _section_of(Relief(seed=config.seed), subject, progress)
+
+
 def _sinks(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
     sinks = Sinks(queries_from=min(64, subject.passage.n_tokens // 2), seed=config.seed)
     section = _section_of(sinks, subject, progress)
@@ -264,8 +269,9 @@ def _speed(subject: "Subject", config: ReportConfig, progress: Progress) -> dict
 Measured = Callable[["Subject", ReportConfig, Progress], dict[str, Any]]
 SECTIONS: Sequence[tuple[str, str, Measured]] = (
     ("model", "What the model is", _shape),
-    ("bill", "What its cache costs", _bill),
-    ("sinks", "Its attention sinks", _sinks),
+    ("relief", Relief.heading, _relief),
+    ("bill", Cache.heading, _bill),
+    ("sinks", Sinks.heading, _sinks),
     ("window", "Loss by window size", _window),
     ("rank", "Loss by rank", _rank),
     ("speed", "Its speed on this machine", _speed),

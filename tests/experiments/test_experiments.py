@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.experiments import gqa, lowrank, relief, window
+from kvprobe.experiments import gqa, lowrank, window
 from kvprobe.experiments.cache import Cache, KnownShape
 from kvprobe.experiments.latency import Latency
 from kvprobe.experiments.memory import Memory, exact_caches
+from kvprobe.experiments.relief import Relief, _finished
 from kvprobe.experiments.sinks import Sinks
 from kvprobe.models.subject import prepare
 from kvprobe.probes import mass
@@ -237,7 +238,7 @@ def test_many_bits_change_no_loss_and_few_do(subject):
 
 
 def test_relief_by_hand(subject):
-    result = relief.run(subject, windows=(12,), ranks=(8,))
+    result = Relief(windows=(12,), ranks=(8,)).run(subject)
     rows = {row["lever"]: row for row in result.rows}
     # 96 tokens of 3 layers of K and V of 2 heads of 8, float32
     full = 96 * 384
@@ -267,21 +268,21 @@ def test_the_front_is_what_nothing_beats():
         return {"bytes": n_bytes, "loss": loss, "basis": basis}
 
     rows = [row(100, 3.0), row(50, 3.1), row(60, 3.1), row(20, 4.0), row(20, 4.5), row(100, 3.0), row(10, 4.0)]
-    found = relief._finished(rows, 10)
+    found = _finished(rows, 10)
     # two that are the same do not beat each other
     assert [each["on_front"] for each in found] == [True, True, False, False, False, True, True]
     assert [each["relief"] for each in found][:2] == [1, 2]
     # what saw the scored tokens is on no front and keeps nothing off it
-    found = relief._finished([*rows, row(5, 2.0, "oracle"), row(5, 2.0, "heldout")], 10)
+    found = _finished([*rows, row(5, 2.0, "oracle"), row(5, 2.0, "heldout")], 10)
     assert [each["on_front"] for each in found] == [False] * 8 + [True]
-    found = relief._finished([*rows, row(5, 2.0, "oracle")], 10)
+    found = _finished([*rows, row(5, 2.0, "oracle")], 10)
     assert [each["on_front"] for each in found] == [True, True, False, False, False, True, True, False]
 
 
 def test_local_layers_hold_latents_of_their_window_alone(gpt2_tokenizer_files, tmp_path):
     directory = write_random(tmp_path / "gemma", "gemma3_text", gpt2_tokenizer_files)
     local = prepare(str(directory), tokens=64, device="cpu")
-    result = relief.run(local, windows=(16,), ranks=(6,), bases=("oracle",), bits=(8,))
+    result = Relief(windows=(16,), ranks=(6,), bases=("oracle",), bits=(8,)).run(local)
     # two layers of three keep 8 tokens; width 2 · 2 · 12
     by_kind = {row["kind"]: row["bytes"] for row in result.rows}
     assert by_kind["model"] == 4 * 48 * (8 + 64 + 8)
@@ -292,7 +293,7 @@ def test_local_layers_hold_latents_of_their_window_alone(gpt2_tokenizer_files, t
 def test_relief_is_refused_where_its_bytes_are_not_known(gpt2_tokenizer_files, tmp_path):
     directory = write_random(tmp_path / "latent", "deepseek_v3", gpt2_tokenizer_files)
     with pytest.raises(UnsupportedModelError, match="the deepseek_v3 family keeps other things"):
-        relief.run(prepare(str(directory), tokens=32, device="cpu"))
+        Relief().run(prepare(str(directory), tokens=32, device="cpu"))
 
 
 def test_the_relief_sentence_leaves_out_what_saw_the_scored_tokens():
@@ -302,12 +303,12 @@ def test_the_relief_sentence_leaves_out_what_saw_the_scored_tokens():
 
     rows = [row("as it is", None, 100, 0.0), row("o", "oracle", 10, -0.5), row("w", None, 25, 0.1)]
     rows.append(row("b", None, 50, -0.05))
-    said = relief.sentence(Result("relief_map", rows, RUN))
+    said = Relief.sentence(Result("relief_map", rows, RUN))
     assert "of 2 levers that never saw the scored tokens the smallest cache" in said
     assert "is b, 2.0 times smaller: there the loss does not differ" in said
-    assert "none takes less memory" in relief.sentence(Result("relief_map", rows[:3], RUN))
+    assert "none takes less memory" in Relief.sentence(Result("relief_map", rows[:3], RUN))
     rows.append(row("rank 8, heldout basis", "heldout", 20, -0.05))
-    assert "is rank 8, heldout basis (of later tokens of the same text), 5.0 times" in relief.sentence(
+    assert "is rank 8, heldout basis (of later tokens of the same text), 5.0 times" in Relief.sentence(
         Result("relief_map", rows, RUN)
     )
 

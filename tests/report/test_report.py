@@ -189,7 +189,7 @@ def test_a_family_that_bypasses_the_seam_or_the_decoder_still_gets_a_page(family
 
 
 def test_what_is_no_refusal_is_not_swallowed(llama, monkeypatch):
-    monkeypatch.setattr(report, "SECTIONS", report.SECTIONS[:3])
+    monkeypatch.setattr(report, "SECTIONS", report.SECTIONS[:4])
 
     def broken(*_, **__):
         raise RuntimeError("a bug")
@@ -266,7 +266,7 @@ def test_a_model_or_text_that_cannot_be_had_leaves_no_page(llama, tmp_path):
 def test_the_command_takes_all_positions_of_a_short_model_and_says_where_the_page_is(
     llama, tmp_path, capfd, monkeypatch
 ):
-    monkeypatch.setattr(report, "SECTIONS", report.SECTIONS[:3])
+    monkeypatch.setattr(report, "SECTIONS", report.SECTIONS[:4])
     with pytest.raises(SystemExit) as stopped:
         main(["report", str(llama), "--out", str(tmp_path / "a.html")])
     said = capfd.readouterr()

@@ -1,0 +1,47 @@
+"""`kvprobe relief` as its users meet it."""
+
+import pytest
+
+from support.models import only_document, write_random
+
+SHORT = ("--tokens", 64, "--window", 16, "--rank", 8, "--bits", 4)
+
+
+def test_a_row_a_lever_and_the_model_first(main, tiny_llama, tmp_path):
+    picture = tmp_path / "relief.svg"
+    done = main("relief", tiny_llama, *SHORT, "--plot", picture, "--format", "json", "--quiet")
+    result = only_document(done)
+    assert result["analysis"] == "relief_map"
+    assert [row["lever"] for row in result["rows"]] == [
+        "as it is", "window 16 + 4 sinks", "rank 8, oracle basis", "rank 8, heldout basis", "4-bit storage",
+    ]  # fmt: skip
+    assert result["rows"][0]["relief"] == 1
+    run = result["run"]
+    assert (run["windows"], run["ranks"], run["bits"], run["bases"]) == ([16], [8], [4], ["oracle", "heldout"])
+    assert (run["score_from"], run["n_targets"]) == (32, 31)
+    assert "as it is" in picture.read_text(encoding="utf-8")
+
+
+def test_the_table_ends_in_the_finding(main, tiny_llama):
+    done = main("relief", tiny_llama, *SHORT, "--basis", "heldout")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == [
+        "lever", "kind", "loss", "delta", "delta_low", "delta_high", "bytes", "bytes_per_token", "relief", "on_front",
+    ]  # fmt: skip
+    assert lines[-1].startswith("tiny-llama, bundled, 64 tokens")
+    assert "of 3 levers that never saw the scored tokens" in lines[-1]
+
+
+def test_a_model_of_other_caches_is_refused_by_its_family(main, gpt2_tokenizer_files, tmp_path):
+    directory = write_random(tmp_path / "latent", "deepseek_v3", gpt2_tokenizer_files)
+    done = main("relief", directory, *SHORT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the deepseek_v3 family keeps other things than one K and V a KV head" in done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "says"), [(["--basis", "prefix"], "--basis"), (["--rank", "x"], "--rank")])
+def test_a_wrong_option_is_a_usage_error(main, arguments, says):
+    done = main("relief", "nowhere", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
