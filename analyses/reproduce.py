@@ -27,7 +27,7 @@ from analyses.identity import Identity, check_reference, identify
 from kvprobe.cli.console import progress_bar
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments import lowrank
+from kvprobe.experiments.lowrank import Lowrank
 from kvprobe.models.loading import Loaded
 from kvprobe.models.subject import prepare
 from kvprobe.progress import Progress, silent
@@ -120,7 +120,7 @@ class Bench:
         if self.quick:
             raise KvprobeError("--quick leaves it out")
         subject = prepare(self.model, text=self.text, tokens=1024, progress=self.progress)
-        return lowrank.run(subject, ranks=(256, 128), score_from=512, progress=self.progress).rows
+        return Lowrank(ranks=(256, 128), score_from=512).run(subject, progress=self.progress).rows
 
     def memory(self) -> list[Row]:
         """At every published context, or with ``quick`` at the first."""

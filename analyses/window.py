@@ -17,7 +17,7 @@ import click
 
 from analyses.common import script, show
 from kvprobe.cli.console import progress_bar
-from kvprobe.experiments import window
+from kvprobe.experiments.window import Window
 from kvprobe.models.subject import prepare
 from kvprobe.probes.windows import SinkChoice
 from kvprobe.progress import Progress, silent
@@ -41,14 +41,16 @@ def run(
     """The rows of ``kvprobe window``: the full pass, then each window and number of sinks for each choice of them."""
     started = time.perf_counter()
     subject = prepare(model, text=text, tokens=tokens, progress=progress)
-    shared: dict[str, Any] = {"windows": windows, "score_from": score_from, "seed": seed, "progress": progress}
+    shared: dict[str, Any] = {"windows": tuple(windows), "score_from": score_from, "seed": seed}
     first, *others = choices
-    result = window.run(subject, sinks=sinks, sink_choice=first, **shared)
+    result = Window(sinks=tuple(sinks), sink_choice=first, **shared).run(subject, progress=progress)
     rows = result.rows
     for choice in others:
         # the full pass and the rows without sinks are the same for every choice
         if some := [n for n in sinks if n]:
-            rows = rows + window.run(subject, sinks=some, sink_choice=choice, **shared).rows[1:]
+            rows = (
+                rows + Window(sinks=tuple(some), sink_choice=choice, **shared).run(subject, progress=progress).rows[1:]
+            )
     of_all = {"sink_choice": [*choices], "wall_s": round(time.perf_counter() - started, 3)}
     return Result("window", rows, result.run | of_all)
 

@@ -6,8 +6,8 @@ python -m figures.lowrank --results results --out figures/drawn
 from matplotlib.figure import Figure
 
 from figures._paper import Picture
+from kvprobe.experiments.lowrank import pooled
 from kvprobe.plots import lowrank
-from kvprobe.plots.named import pooled
 from kvprobe.results.result import Result
 
 

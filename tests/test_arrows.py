@@ -17,7 +17,7 @@ BY_NAME = {
     ("kvprobe/results/result.py", "kvprobe.experiments.registry"),
     ("kvprobe/experiments/registry.py", "kvprobe.experiments"),
     ("kvprobe/experiments/experiment.py", "kvprobe.plots"),
-    ("kvprobe/experiments/registry.py", "kvprobe.plots.named"),
+    ("kvprobe/experiments/registry.py", "kvprobe.plots"),
     ("kvprobe/cli/main.py", "kvprobe.cli.commands"),
 }
 ARITHMETIC = ["attention.call", "attention.masks", "attention.rope", "caches.kv_cache", "decoder.model"]

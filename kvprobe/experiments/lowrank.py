@@ -2,127 +2,219 @@
 
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
-from kvprobe.models.subject import Subject
-from kvprobe.probes.lowrank import Of, Stage
-from kvprobe.probes.truncation import Allocation, BasisKind, spectrum_rows, sweep
+from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress, silent
-from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of
+from kvprobe.results.html import Column, amount, hundredths, percent, tenths, thousandths
+from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of, signed
 from kvprobe.results.record import run_record
-from kvprobe.results.result import Result
-from kvprobe.text import passages
-from kvprobe.text.passages import Passage, Text
+from kvprobe.results.result import Result, Row
 
-STAGES: tuple[Stage, ...] = ("post_rope", "pre_rope")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvprobe.models.subject import Subject
+    from kvprobe.text.passages import Passage, Text
+
+STAGES = ("post_rope", "pre_rope")
 
 
-def run(
-    subject: Subject,
-    *,
-    ranks: Sequence[int] = (),
-    of: Of = "kv",
-    stage: Stage = "post_rope",
-    basis: BasisKind = "oracle",
-    fit_text: Text | None = None,
-    center: bool = False,
-    score_from: int | None = None,
-    allocate: Allocation = "uniform",
-    seed: int = 0,
-    progress: Progress = silent,
-) -> Result:
-    """The untruncated pass, then a row a rank: loss, interval, energy and bytes (`kvprobe.probes.truncation.sweep`).
+@dataclass(frozen=True, kw_only=True)
+class Lowrank(Experiment):
+    """What rank do a model's keys and values have, and what does truncating them cost in loss?
 
-    ``fit_text`` is for the basis ``heldout`` alone; without it, or where it begins as the passage does, that is fitted
-    to later tokens of the same text, as many as the passage has and next to it. ``score_from`` defaults to half of the
-    passage. Raises ValueError for what is out of range, KvprobeError for a text that is too short.
+    All positions of all layers, local ones too, are truncated at once; each layer sees what the ones before it made.
+    The first row is the untruncated pass; delta is the difference to it in nat per token, with its 95 % interval
+    from a paired bootstrap over blocks of tokens. Bytes are of the matrices that are cut.
+
+    \b
+    Columns: energy             share of the squared norm of all tokens' K/V that is kept, mean over layers
+             ratio              full over latent plus basis, at this length: the honest one
+             notional_ratio     width over rank, as if the basis were free
+             break_even_tokens  from this length on latent plus basis are smaller than the full cache
+
+    \b
+    Examples:
+      kvprobe lowrank smollm2-135m --rank 192 --rank 96 --rank 48 --plot lowrank.png
+      kvprobe lowrank smollm2-135m --rank 96 --basis heldout     a basis of later tokens of the same text
+      kvprobe lowrank smollm2-135m --rank 96 --basis heldout --fit-text manual     one of another text
+      kvprobe lowrank smollm2-135m --spectrum                    keys before and after RoPE
+      kvprobe lowrank smollm2-135m --rank 96 --allocate energy   more rank where there is more energy
     """
-    if fit_text is not None and basis != "heldout":
-        raise ValueError(f"a text to fit on is for the basis heldout, got basis {basis}")
-    started = time.perf_counter()
-    loaded, n_tokens, bos = subject.loaded, subject.passage.n_tokens, subject.passage.bos
-    fit = None
-    if basis == "heldout":
-        fit = None if fit_text is None else passages.encode(loaded.tokenizer, fit_text, n_tokens=n_tokens, bos=bos)
-        # the same text again, or a copy of it, would begin with the scored tokens
-        if fit is None or fit.sha256 == subject.text.sha256 or torch.equal(fit.ids, subject.passage.ids):
-            fit = passages.heldout(loaded.tokenizer, subject.text, n_tokens=n_tokens, bos=bos)
-    score_from = n_tokens // 2 if score_from is None else score_from
-    swept = sweep(
-        subject.model,
-        subject.input_ids[0],
-        ranks=ranks,
-        of=of,
-        stage=stage,
-        basis=basis,
-        fit_ids=None if fit is None else fit.ids.to(loaded.device),
-        center=center,
-        allocation=allocate,
-        score_from=score_from,
-        seed=seed,
-        progress=progress,
+
+    name = "lowrank"
+    short = "What does a low-rank latent for K and V cost in loss?"
+    heading = "Loss by rank"
+    caption = "Loss with keys and values cut to a rank in every layer at once, from each basis."
+    columns = (
+        Column("rank", "rank"),
+        Column("loss", "loss (nat)", thousandths),
+        Column("perplexity", "perplexity", tenths),
+        Column("delta", "beyond full (nat)", signed),
+        Column("delta_low", "95 % from", signed),
+        Column("delta_high", "to", signed),
+        Column("energy", "energy kept", percent),
+        Column("latent_bytes", "latent", amount),
+        Column("basis_bytes", "its basis", amount),
+        Column("ratio", "times smaller", hundredths),
+        Column("notional_ratio", "if the basis were free", hundredths),
+        Column("break_even_tokens", "smaller from (tokens)"),
     )
-    record = run_record(
-        subject.record(),
-        ranks=[row["rank"] for row in swept.rows[1:] if row["allocate"] == "uniform"],
-        of=of,
-        stage=stage,
-        basis=basis,
-        allocate=allocate,
-        centered=center,
-        score_from=score_from,
-        n_targets=n_tokens - 1 - score_from,
-        n_fitted=swept.n_fitted,
-        fit_text=None if fit is None else _about(fit),
-        ranks_by_layer=swept.ranks_by_layer,
-        interval=interval_of(swept.block_length),
-        seed=seed,
-        wall_s=round(time.perf_counter() - started, 3),
+
+    ranks: tuple[int, ...] = setting(
+        (),
+        "Singular directions kept in every layer. Repeat for a curve.",
+        kind=int,
+        flag="--rank",
+        shown="1/2, 1/4 and 1/8 of the width",
     )
-    return Result("lowrank", swept.rows, record)
-
-
-def spectrum(
-    subject: Subject,
-    *,
-    ranks: Sequence[int] = (),
-    of: Of = "kv",
-    stages: Sequence[Stage] = STAGES,
-    center: bool = False,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> Result:
-    """What rank each layer has, from one untruncated pass: a row a stage, layer and rank; ``spectrum`` in the record.
-
-    The fields are those of :func:`kvprobe.probes.truncation.spectrum_rows`, which is also where to read what is raised.
-    """
-    started = time.perf_counter()
-    progress("spectrum", 0, None)
-    rows = spectrum_rows(subject.model, subject.input_ids[0], ranks=ranks, of=of, stages=stages, center=center)
-    record = run_record(
-        subject.record(),
-        spectrum=True,
-        ranks=[*ranks],
-        of=of,
-        stages=[*stages],
-        centered=center,
-        seed=seed,
-        wall_s=round(time.perf_counter() - started, 3),
+    of: str = setting(
+        "kv",
+        "What is one matrix a layer: keys beside values, keys alone (values untouched), or values alone.",
+        choices=("kv", "k", "v"),
     )
-    return Result("lowrank", rows, record)
+    stage: str = setting(
+        "post_rope", "Keys as attention reads them, or turned back to before position encoding.", choices=STAGES
+    )
+    basis: str = setting(
+        "oracle",
+        "Fitted to the scored passage itself, to its tokens before --score-from, or (untruncated) to later tokens of "
+        "the same text or those of --fit-text.",
+        choices=("oracle", "prefix", "heldout"),
+    )
+    fit_text: "str | Text | None" = setting(
+        None,
+        "Another text for the basis heldout, a file or a name as --text.",
+        kind=str,
+        shown="later tokens of the same text",
+    )
+    center: bool = setting(False, "Take the mean of the fitted tokens out first (it is stored as well).")
+    score_from: int | None = setting(
+        None, "The first target is the token after it.", kind=int, shown="half of --tokens"
+    )
+    allocate: str = setting(
+        "uniform",
+        "energy: also spend the same rank × layers over the layers by energy, at equal bytes.",
+        choices=("uniform", "energy"),
+    )
+    seed: int = seed()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fit_text is not None and self.basis != "heldout":
+            raise ValueError(f"a text to fit on is for the basis heldout, got basis {self.basis}")
+
+    def measure(self, subject: "Subject", progress: Progress) -> tuple[list[Row], dict[str, Any]]:
+        """The full pass, then a row a rank: loss, interval, energy and bytes (`kvprobe.probes.truncation.sweep`).
+
+        ``fit_text``, a name or a text that was read, is for the basis ``heldout`` alone; without it, or where it begins
+        as the passage does, that is fitted to later tokens of the same text, as many as the passage has and next to it.
+        ``score_from`` defaults to half of the passage. Raises ValueError for what is out of range, KvprobeError for a
+        text that is too short.
+        """
+        import torch
+
+        from kvprobe.probes.truncation import sweep
+        from kvprobe.text import passages
+
+        loaded, n_tokens, bos = subject.loaded, subject.passage.n_tokens, subject.passage.bos
+        fit = None
+        if self.basis == "heldout":
+            text = self.fit_text
+            if isinstance(text, str):
+                text = passages.read_text(text, n_bytes=passages.enough(n_tokens), progress=progress)
+            fit = None if text is None else passages.encode(loaded.tokenizer, text, n_tokens=n_tokens, bos=bos)
+            # the same text again, or a copy of it, would begin with the scored tokens
+            if fit is None or fit.sha256 == subject.text.sha256 or torch.equal(fit.ids, subject.passage.ids):
+                fit = passages.heldout(loaded.tokenizer, subject.text, n_tokens=n_tokens, bos=bos)
+        score_from = n_tokens // 2 if self.score_from is None else self.score_from
+        swept = sweep(
+            subject.model,
+            subject.input_ids[0],
+            ranks=self.ranks,
+            of=cast(Any, self.of),
+            stage=cast(Any, self.stage),
+            basis=cast(Any, self.basis),
+            fit_ids=None if fit is None else fit.ids.to(loaded.device),
+            center=self.center,
+            allocation=cast(Any, self.allocate),
+            score_from=score_from,
+            seed=self.seed,
+            progress=progress,
+        )
+        facts = {
+            "ranks": [row["rank"] for row in swept.rows[1:] if row["allocate"] == "uniform"],
+            "score_from": score_from,
+            "n_targets": n_tokens - 1 - score_from,
+            "n_fitted": swept.n_fitted,
+            "fit_text": None if fit is None else _about(fit),
+            "ranks_by_layer": swept.ranks_by_layer,
+            "interval": interval_of(swept.block_length),
+            "local_layers": any(window is not None for window in loaded.spec.windows),
+        }
+        return swept.rows, facts
+
+    def settings(self) -> dict[str, Any]:
+        """The settings as a record has them."""
+        settings = super().settings()
+        return settings | {"centered": settings.pop("center")}
+
+    def spectrum(self, subject: "Subject", *, stages: tuple[str, ...] = STAGES, progress: Progress = silent) -> Result:
+        """What rank each layer has, from one full pass: a row a stage, layer and rank; ``spectrum`` in the record.
+
+        Of the settings ``ranks``, ``of``, ``center`` and ``seed`` count. For the fields and what is raised see
+        :func:`kvprobe.probes.truncation.spectrum_rows`.
+        """
+        from kvprobe.probes.truncation import spectrum_rows
+
+        started = time.perf_counter()
+        progress("spectrum", 0, None)
+        how: dict[str, Any] = {"ranks": self.ranks, "of": self.of, "center": self.center}
+        rows = spectrum_rows(subject.model, subject.input_ids[0], stages=cast(Any, stages), **how)
+        record = run_record(
+            subject.record(),
+            spectrum=True,
+            ranks=[*self.ranks],
+            of=self.of,
+            stages=[*stages],
+            centered=self.center,
+            seed=self.seed,
+            wall_s=round(time.perf_counter() - started, 3),
+        )
+        return Result("lowrank", rows, record)
+
+    @classmethod
+    def sentence(cls, result: Result) -> str:
+        """What the rows support, in one plain sentence; of a `spectrum` too."""
+        return _sentence(result)
+
+    @classmethod
+    def summary(cls, result: Result) -> list[str]:
+        """The lines under the table."""
+        run = result.run
+        if run.get("spectrum"):
+            centred = ", centred" if run["centered"] else ""
+            return ["", f"{passage_of(run)}, {run['of']}{centred}: one untruncated pass"]
+        return _summary(result)
+
+    @classmethod
+    def figure(cls, result: Result, **how: Any) -> "Figure":
+        """Loss by rank, of several passages that of all together; of a `spectrum` the energy by rank."""
+        from kvprobe.plots import lowrank
+
+        if result.run.get("spectrum"):
+            return lowrank.spectrum_figure(result.rows, result.run, **how)
+        return lowrank.figure(pooled(result.rows), result.run, **how)
 
 
-def _about(fit: Passage) -> dict[str, Any]:
-    """What the record says of the text that a basis was fitted to."""
-    found: dict[str, Any] = {"name": fit.name, "sha256": fit.sha256, "offset": fit.offset}
-    return found if fit.cut is None else found | fit.cut.record()
+def pooled(rows: list[Row]) -> list[Row]:
+    """Of several passages, only the rows of all passages together; other rows unchanged."""
+    return [row for row in rows if row.get("passage") == "all"] or rows
 
 
-def sentence(result: Result) -> str:
-    """What the rows support, in one plain sentence; of a :func:`spectrum` too."""
+def _sentence(result: Result) -> str:
     run = result.run
     what = {"kv": "keys and values", "k": "keys", "v": "values"}[run["of"]]
     if run.get("spectrum"):
@@ -143,3 +235,25 @@ def sentence(result: Result) -> str:
     said = f"{passage_of(run)}: with {what} at rank {best['rank']:,} of {best['width']:,} in every layer ({saw}) the "
     said += f"loss {change_of(best)}"
     return said if best is worst else f"{said}; at rank {worst['rank']:,} it {change_of(worst)}"
+
+
+def _summary(result: Result) -> list[str]:
+    run, first = result.run, result.rows[0]
+    fitted = (f"{fitted_to(run)}, " if run["fit_text"] else "") + f"{run['n_fitted']:,} tokens"
+    lines = [
+        "",
+        f"{passage_of(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on",
+        f"{first['of']} {first['stage']}, width {first['width']:,}, {first['bytes_full']:,} bytes in full; "
+        f"{first['basis']} basis{', centred' if first['centered'] else ''}, fitted on {fitted}: rank at most "
+        f"{first['limit']:,}",
+        f"interval: {run['interval']}",
+    ]
+    if run["local_layers"]:
+        lines.append("layers with a window of their own are truncated over the whole passage as well")
+    return lines
+
+
+def _about(fit: "Passage") -> dict[str, Any]:
+    """What the record says of the text that a basis was fitted to."""
+    found: dict[str, Any] = {"name": fit.name, "sha256": fit.sha256, "offset": fit.offset}
+    return found if fit.cut is None else found | fit.cut.record()

@@ -6,10 +6,12 @@ pulled on a trained model as it is.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.experiments.experiment import Experiment, seed, setting
+from kvprobe.experiments.lowrank import Lowrank
+from kvprobe.experiments.window import Window
 from kvprobe.progress import Progress
 from kvprobe.results.html import Column, amount, hundredths, tenths, thousandths
 from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of, signed
@@ -102,7 +104,6 @@ class Relief(Experiment):
         other things than one K and V a KV head, and as the experiments ``window`` and ``lowrank`` do.
         """
         from kvprobe.bench.cache_memory import own_shape
-        from kvprobe.experiments import lowrank, window
         from kvprobe.probes.losses import default_block_length
         from kvprobe.probes.quantised import check_bits
 
@@ -116,22 +117,22 @@ class Relief(Experiment):
             check_bits(n_bits)
         score_from = n_tokens // 2 if self.score_from is None else self.score_from
         windows = [*self.windows] or sorted({max(1, n_tokens // part) for part in (2, 4, 8)}, reverse=True)
-        shared: dict[str, Any] = {"score_from": score_from, "seed": self.seed, "progress": progress}
+        shared: dict[str, Any] = {"score_from": score_from, "seed": self.seed}
         now = bill(spec, subject.loaded.dtype)
         rows: list[Row] = []
         # what can be refused is, before the first long pass of the next lever
-        cells = window.run(subject, windows=windows, sinks=(self.n_sink,), **shared).rows
+        cells = Window(windows=tuple(windows), sinks=(self.n_sink,), **shared).run(subject, progress=progress).rows
         rows.append(_row("as it is", "model", cells[0], now.total(n_tokens)))
         for cell in cells[1:]:
             name = f"window {cell['window']:,} + {self.n_sink} sinks"
             kept = _windowed(now, cell["window"] + self.n_sink).total(n_tokens)
             rows.append(_row(name, "window", cell, kept, window=cell["window"], n_sink=self.n_sink))
         for basis in self.bases:
-            for cell in lowrank.run(subject, ranks=self.ranks, basis=cast(Any, basis), **shared).rows[1:]:
+            for cell in Lowrank(ranks=self.ranks, basis=basis, **shared).run(subject, progress=progress).rows[1:]:
                 name, rank = f"rank {cell['rank']:,}, {basis} basis", cell["rank"]
                 latent, once = _latent_bytes(spec, now, rank, n_tokens)
                 rows.append(_row(name, "latent", cell, latent + once, basis_bytes=once, rank=rank, basis=basis))
-        rows += _quantised(subject, now, self.bits, **shared)
+        rows += _quantised(subject, now, self.bits, **shared, progress=progress)
         n_targets = n_tokens - 1 - score_from
         facts = {
             "windows": windows,

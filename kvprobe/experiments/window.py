@@ -1,79 +1,162 @@
 """What does it cost a model to see only the last tokens of a passage and a few sinks, masked or streamed?"""
 
-import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast
 
-from kvprobe.decoder.model import Decoder
-from kvprobe.experiments.stream_checkpoint import State
-from kvprobe.experiments.streaming import Plan, rows
-from kvprobe.experiments.streaming import stream as read_stream
-from kvprobe.models.subject import Subject
-from kvprobe.probes.losses import default_block_length
-from kvprobe.probes.windows import Positions, SinkChoice, describe_local_layers, grid
+from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress, silent
-from kvprobe.results.phrases import change_of, interval_of, passage_of
+from kvprobe.results.html import Column, tenths, thousandths
+from kvprobe.results.phrases import change_of, interval_of, passage_of, signed
 from kvprobe.results.record import run_record
-from kvprobe.results.result import Result
+from kvprobe.results.result import Result, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvprobe.decoder.model import Decoder
+    from kvprobe.experiments.stream_checkpoint import State
+    from kvprobe.experiments.streaming import Plan
+    from kvprobe.models.subject import Subject
+
+ON_THE_PAGE = {"window", "n_sink", "loss", "perplexity", "delta", "delta_low", "delta_high", "cache_tokens"}
 
 
-def run(
-    subject: Subject,
-    *,
-    windows: Sequence[int] = (256,),
-    sinks: Sequence[int] | None = None,
-    positions: Positions = "absolute",
-    score_from: int | None = None,
-    sink_choice: SinkChoice = "first",
-    drop_sink_logits: bool = False,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> Result:
-    """The untouched pass, then a row for each window and number of sinks (:func:`kvprobe.probes.windows.grid`).
+@dataclass(frozen=True, kw_only=True)
+class Window(Experiment):
+    """What does it cost to see only the last tokens and a few attention sinks?
 
-    ``sinks`` default to 0, 1 and 4; with the choice ``bos`` to none and the BOS, and to none where positions are
-    ``recompute``. ``score_from`` defaults to half of the passage. Raises as ``grid`` does.
+    The first row is the full pass; delta is the difference to it in nat per token, with its 95 % interval from
+    a paired bootstrap over blocks of tokens. cache_tokens is what a full layer holds at the end.
+
+    \b
+    Positions: absolute   keys stay where they were made; older context leaks through the layers
+               cache      the sinks are as near as their slots in the cache (StreamingLLM)
+               recompute  each prediction sees its last tokens only, from position 0 (and the BOS, if there is one)
+
+    \b
+    With --stream a text far longer than the model is read once, all of it unless --tokens is given; every token is
+    predicted from what the cache holds. There is no full pass to compare with, so no first row and no delta.
+    Positions absolute end where the model's do; cache has no end. Killed, the same command goes on where it was.
+
+    \b
+    Examples:
+      kvprobe window smollm2-135m --window 256 --sinks 0 --sinks 1 --sinks 4 --plot window.png
+      kvprobe window smollm2-135m --window 256 --positions cache
+      kvprobe window smollm2-135m --window 256 --sinks 4 --sink-choice random   are the first tokens special?
+      kvprobe window smollm2-135m --window 128 --positions recompute
+      kvprobe window smollm2-135m --stream --text book.txt --window 1020 --sinks 4 --positions cache --every 10000
     """
-    started = time.perf_counter()
-    passage = subject.passage
-    score_from = passage.n_tokens // 2 if score_from is None else score_from
-    sinks = sinks or _default_sinks(positions, sink_choice, passage.n_front)
-    found = grid(
-        subject.model,
-        subject.input_ids[0],
-        windows=windows,
-        sinks=sinks,
-        positions=positions,
-        score_from=score_from,
-        sink_choice=sink_choice,
-        drop_sink_logits=drop_sink_logits,
-        n_front=passage.n_front,
-        seed=seed,
-        progress=progress,
+
+    name = "window"
+    short = "What does it cost to see only a window and some sinks?"
+    heading = "Loss by window size"
+    caption = "Loss beyond full context by window and sinks. A window counts the query; sinks are in addition."
+    columns = (
+        Column("window", "window (tokens)"),
+        Column("n_sink", "sinks"),
+        Column("positions", "positions"),
+        Column("sink_choice", "which sinks"),
+        Column("loss", "loss (nat)", thousandths),
+        Column("perplexity", "perplexity", tenths),
+        Column("delta", "beyond full (nat)", signed),
+        Column("delta_low", "95 % from", signed),
+        Column("delta_high", "to", signed),
+        Column("cache_tokens", "tokens in the cache"),
     )
-    n_targets = passage.n_tokens - 1 - score_from
-    record = run_record(
-        subject.record(),
-        windows=[*windows],
-        sinks=[*sinks],
-        positions=positions,
-        sink_choice=sink_choice,
-        drop_sink_logits=drop_sink_logits,
-        score_from=score_from,
-        n_targets=n_targets,
-        interval=interval_of(default_block_length(n_targets)),
-        seed=seed,
-        wall_s=round(time.perf_counter() - started, 3),
+
+    windows: tuple[int, ...] = setting(
+        (256,), "Tokens seen, the query itself counted. Repeat for a grid.", kind=int, flag="--window"
     )
-    return Result("window", found, record)
+    sinks: tuple[int, ...] = setting(
+        (),
+        "Tokens kept beside the window, in addition to it. Repeat for a grid.",
+        kind=int,
+        shown="0, 1, 4",
+    )
+    positions: str = setting(
+        "absolute",
+        "absolute: a mask. cache: by slot of the cache (RoPE only). recompute: a fresh pass a prediction.",
+        choices=("absolute", "cache", "recompute"),
+    )
+    sink_choice: str = setting(
+        "first",
+        "Which tokens are the sinks; none looks at what is scored.",
+        choices=("first", "bos", "random", "heaviest"),
+    )
+    drop_sink_logits: bool = setting(False, "Take out the learned sink logits that a model has (gpt-oss).")
+    score_from: int | None = setting(
+        None,
+        "The first target is the token after it.",
+        kind=int,
+        shown="half of --tokens; 0 with --stream",
+    )
+    seed: int = seed()
+
+    def measure(self, subject: "Subject", progress: Progress) -> tuple[list[Row], dict[str, Any]]:
+        """The full pass, then a row for each window and number of sinks (:func:`kvprobe.probes.windows.grid`).
+
+        ``sinks`` default to 0, 1 and 4; with the choice ``bos`` to none and the BOS, and to none where positions are
+        ``recompute``. ``score_from`` defaults to half of the passage. Raises as ``grid`` does.
+        """
+        from kvprobe.probes.losses import default_block_length
+        from kvprobe.probes.windows import grid
+
+        passage = subject.passage
+        score_from = passage.n_tokens // 2 if self.score_from is None else self.score_from
+        sinks = self.sinks or _default_sinks(self.positions, self.sink_choice, passage.n_front)
+        rows = grid(
+            subject.model,
+            subject.input_ids[0],
+            windows=self.windows,
+            sinks=sinks,
+            positions=cast(Any, self.positions),
+            score_from=score_from,
+            sink_choice=cast(Any, self.sink_choice),
+            drop_sink_logits=self.drop_sink_logits,
+            n_front=passage.n_front,
+            seed=self.seed,
+            progress=progress,
+        )
+        n_targets = passage.n_tokens - 1 - score_from
+        facts = {"sinks": [*sinks], "score_from": score_from, "n_targets": n_targets}
+        return rows, facts | {"interval": interval_of(default_block_length(n_targets))}
+
+    @classmethod
+    def sentence(cls, result: Result) -> str:
+        """What the rows support, in one plain sentence: the smallest window, without and with sinks."""
+        cells = [row for row in result.rows if row["window"] is not None]
+        smallest = min(row["window"] for row in cells)
+        cells = [row for row in cells if row["window"] == smallest]
+        few, many = (pick(cells, key=lambda row: row["n_sink"]) for pick in (min, max))
+        said = f"{passage_of(result.run)}: with the last {smallest:,} tokens ({result.run['positions']} positions) and "
+        said += f"{_sinks(few['n_sink'])} the loss {change_of(few)}"
+        return said if few is many else f"{said}; with {_sinks(many['n_sink'])} it {change_of(many)}"
+
+    @classmethod
+    def summary(cls, result: Result) -> list[str]:
+        """The lines under the table, of a `stream` too."""
+        return _summary(result)
+
+    @classmethod
+    def figure(cls, result: Result, **how: Any) -> "Figure":
+        """Loss by window and sinks. Raises ValueError for a `stream`."""
+        if result.run.get("stream"):
+            raise ValueError("a streamed window has no picture: there is no full pass to compare with")
+        return super().figure(result, **how)
 
 
-def stream(subject: Subject, decoder: Decoder, plan: Plan, *, state: State, progress: Progress = silent) -> Result:
+def stream(
+    subject: "Subject", decoder: "Decoder", plan: "Plan", *, state: "State", progress: Progress = silent
+) -> Result:
     """The whole passage once through a rolling cache: a row a result (:func:`kvprobe.experiments.streaming.stream`).
 
     ``decoder`` is the subject's model (:func:`kvprobe.decoder.model.from_hf`). It goes on where ``state`` stands and
     leaves it at the end, for whoever has kept the result to remove. Raises as ``streaming.stream`` does.
     """
+    from kvprobe.experiments.streaming import rows
+    from kvprobe.experiments.streaming import stream as read_stream
+    from kvprobe.probes.windows import describe_local_layers
+
     results = read_stream(decoder, subject.input_ids[0], plan, state=state, progress=progress)
     standing = state.read()
     assert standing is not None
@@ -90,15 +173,23 @@ def stream(subject: Subject, decoder: Decoder, plan: Plan, *, state: State, prog
     return Result("window", rows(plan, results, n_front=subject.passage.n_front, local_layers=local_layers), record)
 
 
-def sentence(result: Result) -> str:
-    """What the rows of :func:`run` support, in one plain sentence: the smallest window, without and with sinks."""
-    cells = [row for row in result.rows if row["window"] is not None]
-    smallest = min(row["window"] for row in cells)
-    cells = [row for row in cells if row["window"] == smallest]
-    few, many = (pick(cells, key=lambda row: row["n_sink"]) for pick in (min, max))
-    said = f"{passage_of(result.run)}: with the last {smallest:,} tokens ({result.run['positions']} positions) and "
-    said += f"{_sinks(few['n_sink'])} the loss {change_of(few)}"
-    return said if few is many else f"{said}; with {_sinks(many['n_sink'])} it {change_of(many)}"
+def _summary(result: Result) -> list[str]:
+    run, first = result.run, result.rows[0]
+    lines = [
+        "",
+        f"{passage_of(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on; a window counts the "
+        "query, sinks are in addition",
+    ]
+    if run.get("stream"):
+        lines.append(
+            "streamed once through a rolling cache; loss is the mean up to at_token, stretch_loss since the last"
+        )
+    if first["local_layers"]:
+        lines.append(f"layers with a window of their own: {first['local_layers']}")
+    if first["has_sink_logits"]:
+        dropped = any(row["sink_logits_dropped"] for row in result.rows)
+        lines.append(f"the model has learned sink logits{', dropped in every row but the first' if dropped else ''}")
+    return lines
 
 
 def _sinks(n_sink: int) -> str:

@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe import __version__
 from kvprobe.errors import KvprobeError
+from kvprobe.experiments import window
 from kvprobe.experiments.cache import Cache, KnownShape
 from kvprobe.experiments.experiment import Experiment
 from kvprobe.experiments.latency import ABOVE, ON_THE_PAGE, Latency
+from kvprobe.experiments.lowrank import Lowrank
 from kvprobe.experiments.relief import Relief
 from kvprobe.experiments.sinks import Sinks
+from kvprobe.experiments.window import Window
 from kvprobe.files.store import check_writable, disk_error
 from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
 from kvprobe.report.page import Section, document
 from kvprobe.results import phrases
-from kvprobe.results.html import Column, amount, percent, plain, thousandths
+from kvprobe.results.html import Column, plain
+from kvprobe.results.result import Result
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
 from kvprobe.text.passages import Bos, notices
 
@@ -161,14 +165,16 @@ def _bill(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
     }
 
 
-def _section_of(experiment: Experiment, subject: Any, progress: Progress) -> dict[str, Any]:
+def _section_of(
+    experiment: Experiment, subject: Any, progress: Progress, *, wide: float | None = None
+) -> dict[str, Any]:
     """An experiment as a section: its sentence, picture and table."""
     result = experiment.run(subject, progress=progress)
     # a column of dashes tells nothing
     columns = [column for column in experiment.columns if any(row.get(column.field) is not None for row in result.rows)]
     return {
         "sentences": [f"{experiment.sentence(result)}."],
-        "pictures": _both(lambda width: experiment.figure(result, width=width, title=False)),
+        "pictures": _both(lambda width: experiment.figure(result, width=width, title=False), wide),
         "caption": experiment.caption,
         "columns": columns,
         "rows": result.rows,
@@ -188,38 +194,19 @@ def _sinks(subject: "Subject", config: ReportConfig, progress: Progress) -> dict
 
 
 def _window(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
-    from kvprobe.experiments import window
-    from kvprobe.plots.window import figure
-
-    windows = [max(1, subject.passage.n_tokens // part) for part in WINDOW_PARTS]
-    result = window.run(subject, windows=[*dict.fromkeys(windows)], seed=config.seed, progress=progress)
-    return {
-        "sentences": [f"{window.sentence(result)}."],
-        "pictures": _both(lambda width: figure(result.rows, result.run, width=width, title=False), wide=5.5),
-        "caption": "Loss beyond full context by window and sinks. A window counts the query; sinks are in addition.",
-        "columns": [
-            Column("window", "window (tokens)"),
-            Column("n_sink", "sinks"),
-            *_losses(),
-            Column("cache_tokens", "tokens in the cache"),
-        ],
-        "rows": result.rows,
-        "record": result.run,
-    }
+    windows = tuple(dict.fromkeys(max(1, subject.passage.n_tokens // part) for part in WINDOW_PARTS))
+    section = _section_of(Window(windows=windows, seed=config.seed), subject, progress, wide=5.5)
+    return section | {"columns": [column for column in section["columns"] if column.field in window.ON_THE_PAGE]}
 
 
 def _rank(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
-    from kvprobe.experiments import lowrank
-    from kvprobe.plots.lowrank import figure
-    from kvprobe.text.texts import read_text
-
-    results = [lowrank.run(subject, seed=config.seed, progress=progress)]
+    results = [Lowrank(seed=config.seed).run(subject, progress=progress)]
     notes = []
     settings: dict[str, Any] = {"ranks": results[0].run["ranks"], "basis": "heldout", "seed": config.seed}
-    other = read_text("manual" if subject.text.name != "manual" else "bundled")
-    for fit_text, what in ((None, "later tokens of the same text"), (other, f"another text ({other.name})")):
+    other = "manual" if subject.text.name != "manual" else "bundled"
+    for fit_text, what in ((None, "later tokens of the same text"), (other, f"another text ({other})")):
         try:
-            results.append(lowrank.run(subject, fit_text=fit_text, **settings, progress=progress))
+            results.append(Lowrank(fit_text=fit_text, **settings).run(subject, progress=progress))
         except KvprobeError as error:
             notes.append(f"Not measured with a basis of {what}: {error}.")
     said = {"oracle": "oracle", "heldout": "heldout: {}"}
@@ -228,19 +215,13 @@ def _rank(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
         for result in results
         for row in result.rows
     ]
+    drawn = Result("lowrank", rows, results[0].run)
     of_basis = {name: [result.run[name] for result in results] for name in ("basis", "fit_text", "n_fitted")}
     return {
-        "sentences": [*(f"{lowrank.sentence(result)}." for result in results), *notes],
-        "pictures": _both(lambda width: figure(rows, results[0].run, width=width, title=False), wide=5.5),
-        "caption": "Loss with keys and values cut to a rank in every layer at once, from each basis.",
-        "columns": [
-            Column("basis", "basis"),
-            Column("rank", "rank"),
-            *_losses(),
-            Column("energy", "energy kept", percent),
-            Column("latent_bytes", "latent", amount),
-            Column("basis_bytes", "its basis", amount),
-        ],
+        "sentences": [*(f"{Lowrank.sentence(result)}." for result in results), *notes],
+        "pictures": _both(lambda width: Lowrank.figure(drawn, width=width, title=False), wide=5.5),
+        "caption": Lowrank.caption,
+        "columns": [Column("basis", "basis"), *Lowrank.columns[:9]],
         # the untruncated pass is the same for every basis
         "rows": [rows[0], *(row for row in rows if row["rank"] is not None)],
         "record": results[0].run | of_basis | {"wall_s": round(sum(result.run["wall_s"] for result in results), 3)},
@@ -272,8 +253,8 @@ SECTIONS: Sequence[tuple[str, str, Measured]] = (
     ("relief", Relief.heading, _relief),
     ("bill", Cache.heading, _bill),
     ("sinks", Sinks.heading, _sinks),
-    ("window", "Loss by window size", _window),
-    ("rank", "Loss by rank", _rank),
+    ("window", Window.heading, _window),
+    ("rank", Lowrank.heading, _rank),
     ("speed", "Its speed on this machine", _speed),
 )
 
@@ -283,13 +264,3 @@ def _both(draw: Callable[[float], "Figure"], wide: float | None = None) -> tuple
     from kvprobe.plots.style import ONE_COLUMN, TWO_COLUMNS
 
     return draw(wide or TWO_COLUMNS), draw(ONE_COLUMN)
-
-
-def _losses() -> list[Column]:
-    return [
-        Column("loss", "loss (nat)", thousandths),
-        Column("perplexity", "perplexity", lambda value: f"{value:,.1f}"),
-        Column("delta", "beyond full (nat)", phrases.signed),
-        Column("delta_low", "95 % from", phrases.signed),
-        Column("delta_high", "to", phrases.signed),
-    ]

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.experiments import gqa, lowrank, window
+from kvprobe.experiments import gqa
 from kvprobe.experiments.cache import Cache, KnownShape
 from kvprobe.experiments.latency import Latency
+from kvprobe.experiments.lowrank import Lowrank
 from kvprobe.experiments.memory import Memory, exact_caches
 from kvprobe.experiments.relief import Relief, _finished
 from kvprobe.experiments.sinks import Sinks
+from kvprobe.experiments.window import Window
 from kvprobe.models.subject import prepare
 from kvprobe.probes import mass
 from kvprobe.probes.losses import token_losses
@@ -75,36 +77,36 @@ def test_a_control_is_what_the_record_says_was_read(subject):
 
 
 def test_a_window_record_remakes_its_table(subject):
-    result = window.run(subject, windows=(8, 16), sinks=(0, 2), score_from=40, seed=3)
+    result = Window(windows=(8, 16), sinks=(0, 2), score_from=40, seed=3).run(subject)
     run = result.run
     assert (run["windows"], run["sinks"], run["score_from"], run["n_targets"]) == ([8, 16], [0, 2], 40, 55)
     assert "blocks of 8 tokens" in run["interval"]
     names = ("windows", "sinks", "positions", "score_from", "sink_choice", "drop_sink_logits", "seed")
-    again = window.run(subject, **{name: run[name] for name in names})
+    again = Window(**{name: run[name] for name in names}).run(subject)
     assert again.rows == result.rows
 
 
 @pytest.mark.parametrize(("settings", "expected"), [({}, [0, 1, 4]), ({"positions": "recompute"}, [0])])
 def test_sinks_left_open_are_those_that_apply(subject, settings, expected):
-    assert window.run(subject, windows=(8,), **settings).run["sinks"] == expected
+    assert Window(windows=(8,), **settings).run(subject).run["sinks"] == expected
 
 
 def test_a_lowrank_record_remakes_its_table(subject):
-    result = lowrank.run(subject, ranks=(8, 4), basis="heldout", seed=2)
+    result = Lowrank(ranks=(8, 4), basis="heldout", seed=2).run(subject)
     run = result.run
     assert (run["fit_text"]["offset"], run["n_fitted"], run["ranks"]) == (96, 96, [8, 4])
     names = ("ranks", "of", "stage", "basis", "score_from", "allocate", "seed")
-    again = lowrank.run(subject, **{name: run[name] for name in names}, center=run["centered"])
+    again = Lowrank(**{name: run[name] for name in names}, center=run["centered"]).run(subject)
     assert again.rows == result.rows
-    assert "a basis of later tokens of the same text" in lowrank.sentence(result)
+    assert "a basis of later tokens of the same text" in Lowrank.sentence(result)
     with pytest.raises(ValueError, match="basis heldout, got basis oracle"):
-        lowrank.run(subject, fit_text=subject.text)
+        Lowrank(fit_text=subject.text).run(subject)
 
 
 def test_a_spectrum_says_the_ranks_of_its_rows(subject):
-    result = lowrank.spectrum(subject, of="k")
+    result = Lowrank(of="k").spectrum(subject)
     ranks = sorted({row["layer"]: row["rank_99"] for row in result.rows if row["stage"] == "post_rope"}.values())
-    said = lowrank.sentence(result)
+    said = Lowrank.sentence(result)
     assert f"energy of the keys (post_rope) lie in {ranks[0]} to {ranks[2]} of 16 directions" in said
     assert said.endswith(f"the median is {ranks[1]}")
 
@@ -138,7 +140,7 @@ def test_the_window_sentence_is_of_the_smallest_window():
         return {"window": window, "n_sink": n_sink, "delta": delta, "delta_low": delta - 0.1, "delta_high": delta + 0.1}
 
     rows = [row(None, 0, 0.0), row(8, 0, 3.0), row(8, 1, 1.0), row(8, 4, 0.5), row(16, 0, 2.0)]
-    said = window.sentence(Result("window", rows, RUN))
+    said = Window.sentence(Result("window", rows, RUN))
     assert said.startswith("m, p, 1,024 tokens (no BOS): with the last 8 tokens (absolute positions) and no sinks the ")
     assert "rises by 3.000" in said
     assert "; with 4 sinks it rises by 0.500" in said
@@ -256,7 +258,7 @@ def test_relief_by_hand(subject):
     assert rows["rank 8, heldout basis"]["basis_bytes"] == 3 * 4 * 8 * 32
     assert {name: row["bytes_per_token"] for name, row in rows.items()} == {n: b / 96 for n, b in expected.items()}
     assert rows["4-bit storage"]["relief"] == full / expected["4-bit storage"]
-    cell = window.run(subject, windows=(12,), sinks=(4,)).rows[1]
+    cell = Window(windows=(12,), sinks=(4,)).run(subject).rows[1]
     assert {name: rows["window 12 + 4 sinks"][name] for name in ("loss", "delta_low")} == {
         name: cell[name] for name in ("loss", "delta_low")
     }

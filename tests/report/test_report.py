@@ -16,8 +16,9 @@ import pytest
 from kvprobe.bench import machine
 from kvprobe.cli.main import main
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.experiments import lowrank, window
+from kvprobe.experiments.lowrank import Lowrank
 from kvprobe.experiments.sinks import Sinks
+from kvprobe.experiments.window import Window
 from kvprobe.files.whole import write_whole
 from kvprobe.report import page, report
 from kvprobe.report.page import Section, document
@@ -169,7 +170,7 @@ def test_a_section_that_is_refused_says_why_and_the_others_go_on(llama, tmp_path
 
     some = [part for part in report.SECTIONS if part[0] in ("model", "bill", "sinks", "rank")]
     monkeypatch.setattr(report, "SECTIONS", some)
-    monkeypatch.setattr(lowrank, "run", refuse)
+    monkeypatch.setattr(Lowrank, "measure", refuse)
     refused = report.write(str(llama), tmp_path / "a.html", FAST)
     text = (tmp_path / "a.html").read_text()
     assert refused == ["Loss by rank"]
@@ -346,4 +347,4 @@ def test_the_rank_section_tells_later_tokens_of_the_text_from_another_text(measu
 def test_window_sentences_are_those_of_the_rows(measured):
     found = measured["window"]
     said = found.sentences[0]
-    assert said == f"{window.sentence(Result('window', list(found.rows), dict(found.record)))}."
+    assert said == f"{Window.sentence(Result('window', list(found.rows), dict(found.record)))}."
