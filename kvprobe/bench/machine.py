@@ -219,7 +219,7 @@ def _numpy_dot(part: Any) -> object:
 def _our_dots() -> Callable[[Any], object] | None:
     """The compiled decode step's own kernel, with rows as wide as a small model's; None without numba."""
     try:
-        from kvprobe.native import decode_kernels
+        from kvprobe.native.products import dots as kernel
     except ImportError:
         return None
     width = 1024
@@ -228,7 +228,7 @@ def _our_dots() -> Callable[[Any], object] | None:
     def dots(part: Any) -> object:
         n_rows = len(part) // width
         out = np.empty(n_rows, np.float32)
-        decode_kernels._dots(part.ctypes.data, 4, n_rows, width, vector, out, zero)
+        kernel(part.ctypes.data, 4, n_rows, width, vector, out, zero)
         return out
 
     return dots
@@ -263,7 +263,7 @@ def _multipliers(dtype: torch.dtype, device: torch.device, width: int) -> dict[s
 def _our_tiles(width: int) -> Callable[[], object] | None:
     """The compiled prefill's own float32 product, with torch's number of threads; None without numba."""
     try:
-        from kvprobe.native.prefill_kernels import multiply
+        from kvprobe.native.products import multiply
         from kvprobe.native.tiles import BLOCK, TILE_ROWS
     except ImportError:
         return None

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.native.intrinsics import add, at, compiled, compiled_for_numbers, narrow, prefetch, read, wide
+from kvprobe.native.intrinsics import add, at, compiled, narrow, prefetch, read, wide
 from kvprobe.native.math import exp, gelu, silu, tanh
+from kvprobe.native.products import dots_of_all, mix
 from kvprobe.native.queue import DONE, LIMIT, TAKEN, TOTAL, take, wait
+from kvprobe.native.vectors import highest_of, norm_of, turn
 
-# Of the modules of compiled functions imported here: numba keeps machine code until this very file changes.
-MADE_OF = "b753a4f1baaa"
 # One piece: int64 [ROW]. `NEED` counts the pieces that must be done before it. It is of all sequences of the batch,
 # whose vectors are `SOURCE_STEP` and `TARGET_STEP` bytes apart; one head's piece is of `SEQUENCE` alone. `PART` is the
 # number of a part of the slots and, for SUM, how many parts there are.
@@ -46,10 +46,6 @@ KEYS, VALUES, MADE, SLOTS, LOCAL, ROTARY, ANGLES, LAG_ANGLES, QUERY_NORM, KEY_NO
 EPS, SOFTCAP = range(2)
 # what a waiting thread asks for in advance: a part of the second cache of a core
 EARLY_BYTES = 128 * 1024
-# Rows of either half of a piece that all sequences are multiplied with before the next: they stay in the first cache.
-ROWS_AT_ONCE = 4
-# what ROTARY may be
-HALVES, INTERLEAVED = 1, 2
 
 _F = np.float32
 _ZERO, _ONE = _F(0), _F(1)
@@ -69,161 +65,6 @@ def _wait_reading(counter: int, wanted: int, piece: Any, size: int) -> None:
                 prefetch(ahead)
             line += 512
     wait(counter, wanted)
-
-
-@compiled
-def _dots(matrix: int, size: int, n_rows: int, width: int, vector: Any, out: Any, zero: Any) -> None:
-    """``out[r] = sum over k of matrix[r, k] * vector[k]``.
-
-    Rows by fours, one from each quarter: four streams that the processor itself reads ahead. (Measured on a Zen 3, two
-    threads, medians of one run: float32 30 GB/s so, 26 a row at a time, 24 by four neighbours; bfloat16 22 and 11.)
-    """
-    quarter, stride = n_rows // 4, width * size
-    for r in range(quarter):
-        w0 = at(matrix + r * stride, zero)
-        w1 = at(matrix + (quarter + r) * stride, zero)
-        w2 = at(matrix + (2 * quarter + r) * stride, zero)
-        w3 = at(matrix + (3 * quarter + r) * stride, zero)
-        a0, a1, a2, a3 = _ZERO, _ZERO, _ZERO, _ZERO
-        for k in range(width):
-            x = vector[k]
-            a0 += wide(w0[k]) * x
-            a1 += wide(w1[k]) * x
-            a2 += wide(w2[k]) * x
-            a3 += wide(w3[k]) * x
-        out[r], out[quarter + r], out[2 * quarter + r], out[3 * quarter + r] = a0, a1, a2, a3
-    for r in range(4 * quarter, n_rows):
-        w0, a0 = at(matrix + r * stride, zero), _ZERO
-        for k in range(width):
-            a0 += wide(w0[k]) * vector[k]
-        out[r] = a0
-
-
-@compiled
-def _dots_of_four(
-    upper: int, lower: int, size: int, n_rows: int, width: int, n_vectors: int, vectors: int, step: int, outs: int,
-    below: int, out_step: int, zero: Any,
-) -> None:  # fmt: skip
-    """As :func:`_dots` of rows at ``upper`` and at ``lower``, whose sums go ``below`` rows further, for four vectors.
-
-    Two rows by four vectors is what the registers hold; of fewer vectors the last is taken again, as fast as four.
-    """
-    second, third, fourth = min(1, n_vectors - 1), min(2, n_vectors - 1), min(3, n_vectors - 1)
-    x0, x1 = at(vectors, _ZERO), at(vectors + second * step, _ZERO)
-    x2, x3 = at(vectors + third * step, _ZERO), at(vectors + fourth * step, _ZERO)
-    out0, out1 = at(outs, _ZERO), at(outs + second * out_step, _ZERO)
-    out2, out3 = at(outs + third * out_step, _ZERO), at(outs + fourth * out_step, _ZERO)
-    for r in range(n_rows):
-        v, w = at(upper + r * width * size, zero), at(lower + r * width * size, zero)
-        v0, v1, v2, v3 = _ZERO, _ZERO, _ZERO, _ZERO
-        w0, w1, w2, w3 = _ZERO, _ZERO, _ZERO, _ZERO
-        for k in range(width):
-            a, b = wide(v[k]), wide(w[k])
-            v0 += a * x0[k]
-            v1 += a * x1[k]
-            v2 += a * x2[k]
-            v3 += a * x3[k]
-            w0 += b * x0[k]
-            w1 += b * x1[k]
-            w2 += b * x2[k]
-            w3 += b * x3[k]
-        out0[r], out1[r], out2[r], out3[r] = v0, v1, v2, v3
-        out0[below + r], out1[below + r], out2[below + r], out3[below + r] = w0, w1, w2, w3
-
-
-@compiled
-def _dots_of_all(
-    matrix: int, size: int, n_rows: int, width: int, batch: int, vectors: int, step: int, outs: int, out_step: int,
-    zero: Any,
-) -> None:  # fmt: skip
-    """:func:`_dots` of ``batch`` vectors, each row read from memory once: some of either half, for all vectors."""
-    if batch == 1:
-        _dots(matrix, size, n_rows, width, at(vectors, _ZERO), at(outs, _ZERO), zero)
-        return
-    half, line = n_rows // 2, width * size
-    for first in range(0, half, ROWS_AT_ONCE):
-        count = min(ROWS_AT_ONCE, half - first)
-        upper, lower = matrix + first * line, matrix + (half + first) * line
-        for done in range(0, batch, 4):
-            four, source, target = min(4, batch - done), vectors + done * step, outs + done * out_step + 4 * first
-            _dots_of_four(upper, lower, size, count, width, four, source, step, target, half, out_step, zero)
-    if 2 * half < n_rows:
-        for each in range(batch):
-            vector, target = at(vectors + each * step, _ZERO), at(outs + each * out_step + 8 * half, _ZERO)
-            _dots(matrix + 2 * half * line, size, 1, width, vector, target, zero)
-
-
-@compiled
-def _mix(
-    matrix: int, size: int, n_rows: int, stride: int, width: int, batch: int, vectors: int, step: int, outs: int,
-    out_step: int, zero: Any,
-) -> None:  # fmt: skip
-    """``out[c] = sum over r of vector[r] * matrix[r, c]`` of the first ``width`` columns, rows ``stride`` apart.
-
-    Of ``batch`` vectors, eight rows at a time, so that each row is read from memory once; one from each eighth, as in
-    :func:`_dots`. (GPT-2 124M, medians in turns: 26.0 ms a step so, 27.6 by four neighbours, 28.4 by four quarters.)
-    """
-    for each in range(batch):
-        out = at(outs + each * out_step, _ZERO)
-        for c in range(width):
-            out[c] = _ZERO
-    eighth, line = n_rows // 8, stride * size
-    for r in range(eighth):
-        w0, w1 = at(matrix + r * line, zero), at(matrix + (eighth + r) * line, zero)
-        w2, w3 = at(matrix + (2 * eighth + r) * line, zero), at(matrix + (3 * eighth + r) * line, zero)
-        w4, w5 = at(matrix + (4 * eighth + r) * line, zero), at(matrix + (5 * eighth + r) * line, zero)
-        w6, w7 = at(matrix + (6 * eighth + r) * line, zero), at(matrix + (7 * eighth + r) * line, zero)
-        for each in range(batch):
-            vector, out = at(vectors + each * step + 4 * r, _ZERO), at(outs + each * out_step, _ZERO)
-            x0, x1, x2, x3 = vector[0], vector[eighth], vector[2 * eighth], vector[3 * eighth]
-            x4, x5, x6, x7 = vector[4 * eighth], vector[5 * eighth], vector[6 * eighth], vector[7 * eighth]
-            for c in range(width):
-                upper = x0 * wide(w0[c]) + x1 * wide(w1[c]) + x2 * wide(w2[c]) + x3 * wide(w3[c])
-                out[c] += upper + x4 * wide(w4[c]) + x5 * wide(w5[c]) + x6 * wide(w6[c]) + x7 * wide(w7[c])
-    for r in range(8 * eighth, n_rows):
-        w0 = at(matrix + r * line, zero)
-        for each in range(batch):
-            x0, out = at(vectors + each * step, _ZERO)[r], at(outs + each * out_step, _ZERO)
-            for c in range(width):
-                out[c] += x0 * wide(w0[c])
-
-
-@compiled_for_numbers
-def _highest(numbers: Any, count: int) -> Any:
-    highest = numbers[0]
-    for k in range(count):
-        highest = numbers[k] if numbers[k] > highest else highest
-    return highest
-
-
-@compiled
-def _norm(source: Any, width: int, norm: int, is_layer_norm: int, eps: Any, out: Any) -> None:
-    """RMSNorm, or LayerNorm; at ``norm`` the weights and, for LayerNorm, after them the biases."""
-    weight = at(norm, _ZERO)
-    mean, square = _ZERO, _ZERO
-    if is_layer_norm:
-        for k in range(width):
-            mean += source[k]
-        mean /= _F(width)
-    for k in range(width):
-        square += (source[k] - mean) * (source[k] - mean)
-    factor = _ONE / np.sqrt(square / _F(width) + eps)
-    if is_layer_norm:
-        bias = at(norm + 4 * width, _ZERO)
-        for k in range(width):
-            out[k] = (source[k] - mean) * factor * weight[k] + bias[k]
-    else:
-        for k in range(width):
-            out[k] = source[k] * factor * weight[k]
-
-
-@compiled
-def _turn(head: Any, head_dim: int, rotary: int, angles: int) -> None:
-    cos, sin = at(angles, _ZERO), at(angles + 2 * head_dim, _ZERO)
-    for j in range(head_dim // 2):
-        first, second = (2 * j, 2 * j + 1) if rotary == INTERLEAVED else (j, j + head_dim // 2)
-        x, y = head[first], head[second]
-        head[first], head[second] = x * cos[j] - y * sin[j], y * cos[j] + x * sin[j]
 
 
 @compiled
@@ -256,8 +97,8 @@ def _gated(piece: Any, table: Any, vectors: int, step: int, outs: int, zero: Any
     first, width, size, batch = piece[FIRST], piece[WIDTH], table[WEIGHT_BYTES], table[BATCH]
     n_rows, offset = piece[LAST] - first, first * width * size
     targets, target_step, out_step = piece[TARGET] + 4 * first, piece[TARGET_STEP], 4 * table[MAX_ROWS]
-    _dots_of_all(piece[MATRIX] + offset, size, n_rows, width, batch, vectors, step, targets, target_step, zero)
-    _dots_of_all(piece[SECOND] + offset, size, n_rows, width, batch, vectors, step, outs, out_step, zero)
+    dots_of_all(piece[MATRIX] + offset, size, n_rows, width, batch, vectors, step, targets, target_step, zero)
+    dots_of_all(piece[SECOND] + offset, size, n_rows, width, batch, vectors, step, outs, out_step, zero)
     for sequence in range(batch):
         target, out = at(targets + sequence * target_step, _ZERO), at(outs + sequence * out_step, _ZERO)
         if piece[BIAS]:
@@ -297,17 +138,17 @@ def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
     # the head's place in buffers of [batch, n_kv_heads, ...]
     place, angles = piece[SEQUENCE] * table[N_KV_HEADS] + kv_head, layer[ANGLES] + 4 * head_dim * piece[SEQUENCE]
     if layer[KEY_NORM]:
-        _norm(key, head_dim, layer[KEY_NORM], table[IS_LAYER_NORM], eps, key)
+        norm_of(key, head_dim, layer[KEY_NORM], table[IS_LAYER_NORM], eps, key)
     if layer[ROTARY]:
-        _turn(key, head_dim, layer[ROTARY], angles)
+        turn(key, head_dim, layer[ROTARY], angles)
     group = table[N_HEADS] // table[N_KV_HEADS]
     scale = at(table[LAYERS] + 8 * (LAYER_ROW * piece[LAYER] + SCALE), _ZERO)[0]
     for each in range(group):
         query = at(qkv + 4 * head_dim * (kv_head * group + each), _ZERO)
         if layer[QUERY_NORM]:
-            _norm(query, head_dim, layer[QUERY_NORM], table[IS_LAYER_NORM], eps, query)
+            norm_of(query, head_dim, layer[QUERY_NORM], table[IS_LAYER_NORM], eps, query)
         if layer[ROTARY]:
-            _turn(query, head_dim, layer[ROTARY], angles)
+            turn(query, head_dim, layer[ROTARY], angles)
         for d in range(head_dim):
             query[d] *= scale
     slot = _slot(length, n_sink, slots)
@@ -326,7 +167,7 @@ def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
                 seen = at(layer[KEYS] + (place * slots + sink) * head_dim * size, zero)
                 for d in range(head_dim):
                     head[d] = wide(made[d])
-                _turn(head, head_dim, layer[ROTARY], layer[LAG_ANGLES])
+                turn(head, head_dim, layer[ROTARY], layer[LAG_ANGLES])
                 for d in range(head_dim):
                     seen[d] = narrow(head[d], zero)
 
@@ -354,7 +195,7 @@ def _attend(piece: Any, table: Any, scores: int, zero: Any) -> None:
     offset = ((piece[SEQUENCE] * table[N_KV_HEADS] + kv_head) * slots + start) * head_dim * size
     group, step = table[N_HEADS] // table[N_KV_HEADS], 4 * table[PART_SLOTS]
     queries = table[QKV] + piece[SEQUENCE] * piece[SOURCE_STEP] + 4 * head_dim * kv_head * group
-    _dots_of_all(layer[KEYS] + offset, size, count, head_dim, group, queries, 4 * head_dim, scores, step, zero)
+    dots_of_all(layer[KEYS] + offset, size, count, head_dim, group, queries, 4 * head_dim, scores, step, zero)
     if length >= slots:
         # later the padding is somewhere in the ring, until it is overwritten
         for index in range(length + 1 - slots, pad):
@@ -364,13 +205,13 @@ def _attend(piece: Any, table: Any, scores: int, zero: Any) -> None:
     partial, next_head = _partial(table, piece[SEQUENCE], kv_head * group, piece[PART]), 4 * (head_dim + 2) * parts
     for each in range(group):
         mine, left = at(scores + each * step, _ZERO), at(partial + each * next_head + 4 * head_dim, _ZERO)
-        highest, total = _highest(mine, count) if count else _HIDDEN, _ZERO
+        highest, total = highest_of(mine, count) if count else _HIDDEN, _ZERO
         for k in range(count):
             # where all is hidden there is no highest
             mine[k] = exp(mine[k] - highest) if highest != _HIDDEN else _ZERO
             total += mine[k]
         left[0], left[1] = highest, total
-    _mix(layer[VALUES] + offset, size, count, head_dim, head_dim, group, scores, step, partial, next_head, zero)
+    mix(layer[VALUES] + offset, size, count, head_dim, head_dim, group, scores, step, partial, next_head, zero)
 
 
 @compiled
@@ -406,7 +247,7 @@ def _merge(piece: Any, table: Any) -> None:
 def _rows(piece: Any, table: Any, vectors: int, step: int, outs: int, zero: Any) -> None:
     first, width, size = piece[FIRST], piece[WIDTH], table[WEIGHT_BYTES]
     n_rows, batch, out_step = piece[LAST] - first, table[BATCH], 4 * table[MAX_ROWS]
-    _dots_of_all(piece[MATRIX] + first * width * size, size, n_rows, width, batch, vectors, step, outs, out_step, zero)
+    dots_of_all(piece[MATRIX] + first * width * size, size, n_rows, width, batch, vectors, step, outs, out_step, zero)
     for sequence in range(batch):
         _finish(piece, table, sequence, at(outs + sequence * out_step, _ZERO))
 
@@ -419,7 +260,7 @@ def _inputs(piece: Any, table: Any, vectors: int, step: int, zero: Any) -> None:
     """
     first, stride, size, width = piece[FIRST], piece[STRIDE], table[WEIGHT_BYTES], piece[WIDTH]
     matrix, n_rows, its = piece[MATRIX] + first * stride * size, piece[LAST] - first, vectors + 4 * first
-    _mix(matrix, size, n_rows, stride, width, table[BATCH], its, step, piece[TARGET], piece[TARGET_STEP], zero)
+    mix(matrix, size, n_rows, stride, width, table[BATCH], its, step, piece[TARGET], piece[TARGET_STEP], zero)
 
 
 @compiled
@@ -464,7 +305,7 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
             if normed_for != piece[NEED]:
                 for each in range(batch):
                     source, target = at(vectors + each * step, _ZERO), at(normed + 4 * each * hidden, _ZERO)
-                    _norm(source, hidden, piece[NORM], table[IS_LAYER_NORM], eps, target)
+                    norm_of(source, hidden, piece[NORM], table[IS_LAYER_NORM], eps, target)
                 normed_for = piece[NEED]
             vectors, step = normed, 4 * hidden
         if op == ROWS:

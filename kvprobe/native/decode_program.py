@@ -17,8 +17,10 @@ from kvprobe.decoder.config import Rotary
 from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import Block, Decoder
 from kvprobe.native import decode_kernels as k
+from kvprobe.native.layout import edges_of, side_by_side, stride
 from kvprobe.native.queue import TOTAL
-from kvprobe.native.workers import Arena, Team, vector_of
+from kvprobe.native.vectors import HALVES, INTERLEAVED
+from kvprobe.native.workers import Arena, WorkerPool, vector_of
 
 # What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads waiting at a phase's end.
 PIECE_BYTES = 384 * 1024
@@ -45,7 +47,7 @@ class NumbaStep:
         self._table = self._plan.table
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
         kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
-        self._team = Team(k.work, n_threads or torch.get_num_threads(), self._table, kinds, self._arena)
+        self._pool = WorkerPool(k.work, n_threads or torch.get_num_threads(), self._table, kinds, self._arena)
         # nothing stands open yet: this compiles, or reads what an earlier process compiled
         k.work(self._table, 1, *kinds)
 
@@ -66,14 +68,14 @@ class NumbaStep:
             raise ValueError(f"a row is still in its padding ({cache.pads.tolist()} at {length} tokens): prefill it")
         decoder.check_length(length + 1, cache)
         cache.begin(cache.batch, 1)
-        self._team.finish()
+        self._pool.finish()
         # Threads of torch's, woken for a large copy, wait for more work on the cores that the next step needs: 5 ms of
         # 16 to 28 a token.
         with one_thread():
             self._plan.enter(token, cache)
             table[k.LENGTH] = length
             table[k.LAG] = self._plan.turn_sinks(cache)
-            self._team.run()
+            self._pool.run()
             logits = self._plan.logits.clone()
         cache.end()
         return logits
@@ -248,7 +250,7 @@ class _Plan:
             n_out, n_in = weights[0].shape
             per_thread = max(1, round(sum(map(torch.numel, weights)) * self.item / PIECE_BYTES / self.n_threads))
             # rows come in fours
-            edges = _edges(n_out, min(self.n_threads * per_thread, n_out // 4), 4)
+            edges = edges_of(n_out, min(self.n_threads * per_thread, n_out // 4), 4)
             shared = {
                 "matrix": self.arena.matrix(weights[0])[0],
                 "second": self.arena.matrix(weights[-1])[0],
@@ -266,13 +268,13 @@ class _Plan:
     def _by_inputs(self, products: Sequence[tuple[Any, Tensor]], *, source: Tensor, norm: int, mode: int) -> None:
         """The same of matrices stored ``[in, out]``: what parts of the inputs add, then the sums of that."""
         need, n_in, sums = len(self.pieces), source.shape[1], []
-        edges = _edges(n_in, min(INPUT_PARTS, n_in // 8), 8)
+        edges = edges_of(n_in, min(INPUT_PARTS, n_in // 8), 8)
         n_parts, begin = len(edges) - 1, 0
         needed = n_parts * self.batch * sum(module.weight.shape[0] for module, _ in products)
         if self.parts_of_inputs.numel() < needed:
             # one for all phases, since each needs the one before to be done
             self.parts_of_inputs = self.arena.floats(needed)
-        for modules, target in _side_by_side(products):
+        for modules, target in side_by_side(products):
             weight, n_out = modules[0].weight, sum(module.weight.shape[0] for module in modules)
             parts = self.parts_of_inputs[begin : begin + n_parts * self.batch * n_out].view(n_parts, self.batch, n_out)
             begin += parts.numel()
@@ -283,7 +285,7 @@ class _Plan:
         need = len(self.pieces)
         for parts, target, others in sums:
             n_out = parts.shape[-1]
-            for first, last in pairwise(_edges(n_out, min(self.n_threads, n_out // 64), 4)):
+            for first, last in pairwise(edges_of(n_out, min(self.n_threads, n_out // 64), 4)):
                 self._piece(need, k.SUM, first, last, source=parts[0], target=target, mode=mode, **others)
 
     def _piece(
@@ -300,9 +302,9 @@ class _Plan:
         """One row of the plan; ``others`` by the names of its columns in small letters."""
         row = [0] * k.ROW
         row[k.NEED], row[k.OP], row[k.FIRST], row[k.LAST] = need, op, first, last
-        row[k.SOURCE], row[k.SOURCE_STEP] = source.data_ptr(), _step(source)
+        row[k.SOURCE], row[k.SOURCE_STEP] = source.data_ptr(), stride(source)
         if target is not None:
-            row[k.TARGET], row[k.TARGET_STEP] = target.data_ptr(), _step(target)
+            row[k.TARGET], row[k.TARGET_STEP] = target.data_ptr(), stride(target)
         for name, value in others.items():
             row[getattr(k, name.upper())] = value
         self.pieces.append(row)
@@ -318,7 +320,7 @@ class _Plan:
         row[k.LOCAL] = (config.windows[layer] if config.windows else None) or 0
         rotary = config.rotary_of(layer)
         if rotary is not None:
-            row[k.ROTARY] = k.INTERLEAVED if rotary.interleaved else k.HALVES
+            row[k.ROTARY] = INTERLEAVED if rotary.interleaved else HALVES
             angles, lag_angles = self.angles[rotary]
             row[k.ANGLES], row[k.LAG_ANGLES] = angles.data_ptr(), lag_angles.data_ptr()
         if config.qk_norm:
@@ -328,31 +330,3 @@ class _Plan:
             )
         row[k.SCALE] = int(np.float32(attention.scale).view(np.int32))
         return row
-
-
-def _edges(total: int, count: int, multiple: int) -> list[int]:
-    """Where about ``count`` parts of about the same size begin, each a multiple, and the end."""
-    count = max(1, count)
-    inner = {multiple * round(total * i / count / multiple) for i in range(1, count)}
-    return [0, *sorted(edge for edge in inner if 0 < edge < total), total]
-
-
-def _side_by_side(products: Sequence[tuple[Any, Tensor]]) -> list[tuple[list[Any], Tensor]]:
-    """Modules whose outputs are neighbours, as those of GPT-2's one matrix of queries, keys and values, as one."""
-    together: list[tuple[list[Any], Tensor]] = []
-    for module, target in products:
-        if together:
-            modules, first = together[-1]
-            before, weight = modules[-1].weight, module.weight
-            n_before = sum(each.weight.shape[0] for each in modules)
-            follows = weight.data_ptr() == before.data_ptr() + before.shape[0] * before.element_size()
-            if follows and weight.stride() == before.stride() and target.data_ptr() == first.data_ptr() + 4 * n_before:
-                modules.append(module)
-                continue
-        together.append(([module], target))
-    return together
-
-
-def _step(rows: Tensor) -> int:
-    """Bytes from one sequence's vector to the next one's, of float32 ``[batch, width]``."""
-    return 4 * rows.stride(0)

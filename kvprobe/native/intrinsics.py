@@ -1,9 +1,8 @@
-"""What do the kernels ask of the machine that numba has no word for? Pointers, bfloat16, counters shared by threads.
+"""What do the kernels ask of the machine that numba has no word for? Pointers, bfloat16, counters shared by threads."""
 
-Kept apart from the kernels, whose `MADE_OF` must change with what is here (a test says to what).
-"""
-
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from llvmlite import ir  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -39,9 +38,23 @@ def _cached(function: Function, flags: set[str]) -> Function:
     # apart for each processor type. Where neither can be written the step is compiled anew in every process.
     options = {"fastmath": flags, "nogil": True, "error_model": "numpy"}
     try:
-        return njit(cache=True, **options)(function)
+        made: Any = njit(cache=True, **options)(function)
     except RuntimeError:
         return njit(**options)(function)
+    # It is kept until the one file changes in which the function stands: let the files count that it may be made of.
+    kept = made._cache._cache_file
+    kept._source_stamp = kept._source_stamp, _MADE_OF
+    return made
+
+
+def sources_of_kernels(folder: Path) -> str:
+    """A checksum of the files in ``folder`` that machine code is made of: this one, and those that import from it."""
+    texts = {path.name: path.read_bytes() for path in sorted(folder.glob("*.py"))}
+    parts = [text for name, text in texts.items() if name == "intrinsics.py" or b"native.intrinsics import" in text]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+_MADE_OF = sources_of_kernels(Path(__file__).parent)
 
 
 @intrinsic

@@ -6,8 +6,6 @@ import numpy as np
 
 from kvprobe.native.intrinsics import compiled_in_order, power_of_two
 
-# Of the module of compiled functions imported here: numba keeps machine code until this very file changes.
-MADE_OF = "eb65de3b7b99"
 _F = np.float32
 _LOG2_E, _LN2_HIGH, _LN2_LOW = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4)
 _GELU_A, _GELU_B = _F(0.7978845608028654), _F(0.044715)

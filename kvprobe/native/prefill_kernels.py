@@ -13,23 +13,11 @@ import numpy as np
 
 from kvprobe.native.intrinsics import add, at, compiled, narrow, read, wide
 from kvprobe.native.math import exp, gelu, silu
+from kvprobe.native.products import packed_rows, product_of
 from kvprobe.native.queue import DONE, LIMIT, TAKEN, TOTAL, take, wait
-from kvprobe.native.tiles import (
-    BLOCK,
-    NARROW,
-    NARROW_ROWS,
-    TILE_ROWS,
-    highest,
-    lower,
-    narrow_tile,
-    rescale,
-    squares,
-    tile,
-    total,
-)
+from kvprobe.native.tiles import BLOCK, NARROW_ROWS, TILE_ROWS, highest, lower, rescale, squares, total
+from kvprobe.native.vectors import INTERLEAVED
 
-# Of the modules of compiled functions imported here: numba keeps machine code until this very file changes.
-MADE_OF = "627e142c9e9e"
 # One phase: int64 [ROW]. Its pieces begin at `START` and need all before `NEED`; a piece is `PER` rows of a matrix and
 # of all blocks, or one block, or one block of one key/value head. Row r's number k stands at `MATRIX` + r * `ROW_STEP`
 # + k * `STEP`. The source is of `WIDTH` numbers a token; the target of `TARGET_WIDTH`, of which row 0 is `AT`.
@@ -50,8 +38,6 @@ STORE, ADD, GELU, SILU = range(4)
 ) = range(4, 20)  # fmt: skip
 # One layer: int64 [LAYER_ROW]. `ANGLES`: float32 [blocks, 2, head_dim / 2, BLOCK], cosines and sines.
 KEYS, VALUES, SLOTS, LOCAL, ROTARY, ANGLES, QUERY_NORM, KEY_NORM, SCALE, LAYER_ROW = range(10)
-# what ROTARY may be
-HALVES, INTERLEAVED = 1, 2
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _HIDDEN = np.float32(-np.inf)
@@ -60,60 +46,10 @@ _LINE = 4 * BLOCK
 
 
 @compiled
-def _product_of(
-    matrix: int, row_step: int, tile_step: int, step: int, n_rows: int, block: int, width: int, n_tokens: int, out: int
-) -> None:
-    """``out[r] = sum over k of matrix[r, k] * block[k]`` for ``n_tokens`` tokens of a block.
-
-    Rows are ``row_step`` bytes apart within a tile of `TILE_ROWS`, tiles ``tile_step``. Of `out` a whole tile is
-    written, and of its tokens perhaps all.
-    """
-    if n_tokens <= NARROW and tile_step == TILE_ROWS * row_step:
-        for first in range(0, n_rows, NARROW_ROWS):
-            narrow_tile(matrix + first * row_step, row_step, n_rows - first, step, block, width, out + first * _LINE)
-        return
-    for first in range(0, n_rows, TILE_ROWS):
-        base = matrix + first // TILE_ROWS * tile_step
-        tile(base, row_step, n_rows - first, step, block, width, out + first * _LINE)
-
-
-@compiled
-def multiply(matrix: int, n_rows: int, width: int, blocks: int, n_blocks: int, out: int) -> None:
-    """Float32 ``matrix`` ``[n_rows, width]`` times ``blocks`` ``[n_blocks, width, BLOCK]``, as prompts are multiplied.
-
-    Into ``out`` ``[n_blocks, n_rows, BLOCK]``; of rows in whole tiles.
-    """
-    for first in range(0, n_rows, 64):
-        for block in range(n_blocks):
-            rows, target = min(64, n_rows - first), out + (block * n_rows + first) * _LINE
-            source, line = blocks + block * width * _LINE, 4 * width
-            _product_of(matrix + first * line, line, TILE_ROWS * line, 4, rows, source, width, BLOCK, target)
-
-
-@compiled
-def _packed(
-    matrix: int, row_step: int, step: int, size: int, n_rows: int, width: int, into: int, zero: Any
-) -> None:  # fmt: skip
-    """Rows as float32 ``[tiles, width, TILE_ROWS]``: tiles that are read from front to back."""
-    for first in range(0, n_rows, TILE_ROWS):
-        count, target = min(TILE_ROWS, n_rows - first), at(into + 4 * first * width, _ZERO)
-        if step == size:
-            for row in range(count):
-                source = at(matrix + (first + row) * row_step, zero)
-                for k in range(width):
-                    target[TILE_ROWS * k + row] = wide(source[k])
-        else:
-            for k in range(width):
-                source = at(matrix + first * row_step + k * step, zero)
-                for row in range(count):
-                    target[TILE_ROWS * k + row] = wide(source[row])
-
-
-@compiled
 def _rows_of(
     row: Any, table: Any, matrix: int, first: int, n_rows: int, into: int, zero: Any
 ) -> Any:  # fmt: skip
-    """Some rows of a weight as :func:`_product_of` takes them: its matrix, row_step, tile_step and step.
+    """Some rows of a weight as :func:`product_of` takes them: its matrix, row_step, tile_step and step.
 
     They are read where they are if they are float32 and one after the other; else once, into float32, for all blocks.
     """
@@ -121,7 +57,7 @@ def _rows_of(
     matrix += first * row[ROW_STEP]
     if size == 4 and row[STEP] == 4:
         return matrix, row[ROW_STEP], TILE_ROWS * row[ROW_STEP], row[STEP]
-    _packed(matrix, row[ROW_STEP], row[STEP], size, n_rows, row[WIDTH], into, zero)
+    packed_rows(matrix, row[ROW_STEP], row[STEP], size, n_rows, row[WIDTH], into, zero)
     return into, 4, 4 * TILE_ROWS * row[WIDTH], 4 * TILE_ROWS
 
 
@@ -143,7 +79,7 @@ def _product(row: Any, table: Any, piece: int, packed: int, outs: int, zero: Any
     for block in range(-(-table[COUNT] // BLOCK)):
         source, n_tokens = row[SOURCE] + block * width * _LINE, table[COUNT] - block * BLOCK
         target = at(row[TARGET] + (block * row[TARGET_WIDTH] + row[AT] + first) * _LINE, _ZERO)
-        _product_of(matrix, row_step, tile_step, step, n_rows, source, width, n_tokens, outs)
+        product_of(matrix, row_step, tile_step, step, n_rows, source, width, n_tokens, outs)
         if row[BIAS]:
             _add_bias(row[BIAS] + 4 * first, n_rows, out)
         if mode == STORE:
@@ -170,8 +106,8 @@ def _gated(row: Any, table: Any, piece: int, packed: int, outs: int, zero: Any) 
     for block in range(-(-table[COUNT] // BLOCK)):
         source, n_tokens = row[SOURCE] + block * width * _LINE, table[COUNT] - block * BLOCK
         target = at(row[TARGET] + (block * row[TARGET_WIDTH] + first) * _LINE, _ZERO)
-        _product_of(gates, row_step, tile_step, step, n_rows, source, width, n_tokens, outs)
-        _product_of(ups, row_step, tile_step, step, n_rows, source, width, n_tokens, others)
+        product_of(gates, row_step, tile_step, step, n_rows, source, width, n_tokens, outs)
+        product_of(ups, row_step, tile_step, step, n_rows, source, width, n_tokens, others)
         if row[BIAS]:
             # the gate's, and after all of them the up's
             _add_bias(row[BIAS] + 4 * first, n_rows, gate)
@@ -284,7 +220,7 @@ def _attend(row: Any, table: Any, piece: int, packed: int, zero: Any) -> None:
     group = n_heads // n_kv_heads
     for head in range(kv_head * group, (kv_head + 1) * group):
         queries = row[SOURCE] + (block * row[WIDTH] + head * head_dim) * _LINE
-        _product_of(keys, line, TILE_ROWS * line, 4, n_keys, queries, head_dim, end - query, scores)
+        product_of(keys, line, TILE_ROWS * line, 4, n_keys, queries, head_dim, end - query, scores)
         # What a query may not see: the tokens after it, and those before a layer's own window. Each weighs e to the
         # -87.3, which is nothing beside the one that it sees best.
         for key in range(max(0, query - start), n_keys):
@@ -299,7 +235,7 @@ def _attend(row: Any, table: Any, piece: int, packed: int, zero: Any) -> None:
         for i in range(n_keys * BLOCK):
             score[i] = exp(score[i])
         total(scores, n_keys, sums)
-        _product_of(values, 4, 4 * TILE_ROWS, line, head_dim, scores, n_keys, end - query, outs)
+        product_of(values, 4, 4 * TILE_ROWS, line, head_dim, scores, n_keys, end - query, outs)
         out, whole = at(outs, _ZERO), at(sums, _ZERO)
         target = at(row[TARGET] + (block * row[TARGET_WIDTH] + head * head_dim) * _LINE, _ZERO)
         for token in range(BLOCK):

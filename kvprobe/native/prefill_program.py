@@ -20,7 +20,8 @@ from kvprobe.native import prefill_kernels as k
 from kvprobe.native.eligible import unreadable
 from kvprobe.native.queue import TOTAL
 from kvprobe.native.tiles import BLOCK, NARROW_ROWS, TILE_ROWS
-from kvprobe.native.workers import Arena, Team, vector_of
+from kvprobe.native.vectors import HALVES, INTERLEAVED
+from kvprobe.native.workers import Arena, WorkerPool, vector_of
 
 # 22 blocks: prompts of 512 tokens in one go
 TOKENS_AT_ONCE = 22 * BLOCK
@@ -48,7 +49,7 @@ class NumbaReader:
         self._plan = _Plan(decoder, cache, self._arena, n_threads)
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
         kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
-        self._team = Team(k.work, n_threads, self._plan.table, kinds, self._arena)
+        self._pool = WorkerPool(k.work, n_threads, self._plan.table, kinds, self._arena)
         # nothing stands open yet: this compiles, or reads what an earlier process compiled
         k.work(self._plan.table, 1, *kinds)
 
@@ -75,12 +76,12 @@ class NumbaReader:
         with one_thread():
             for part in ids.split(TOKENS_AT_ONCE, dim=1):
                 cache.begin(batch, part.shape[1])
-                self._team.finish()
+                self._pool.finish()
                 embedded = self._decoder.embedding(part).float()
                 positions, last = cache.positions(part.shape[1]), []
                 for row in range(batch):
                     plan.enter(row, embedded[row], positions, past=cache.length)
-                    self._team.run()
+                    self._pool.run()
                     last.append(plan.last(part.shape[1]))
                 cache.end()
             return self._decoder.norm(torch.stack(last).to(self._decoder.embedding.weight.dtype))
@@ -270,7 +271,7 @@ class _Plan:
         row[k.LOCAL] = (config.windows[layer] if config.windows else None) or 0
         rotary = config.rotary_of(layer)
         if rotary is not None:
-            row[k.ROTARY] = k.INTERLEAVED if rotary.interleaved else k.HALVES
+            row[k.ROTARY] = INTERLEAVED if rotary.interleaved else HALVES
             row[k.ANGLES] = self.angles[rotary][1].data_ptr()
         if config.qk_norm:
             row[k.QUERY_NORM] = vector_of(attention.query_norm, self.arena)

@@ -10,8 +10,6 @@ import numpy as np
 
 from kvprobe.native.intrinsics import add, at, compiled, read, swap, yield_core
 
-# Of the module of compiled functions imported here: numba keeps machine code until this very file changes.
-MADE_OF = "eb65de3b7b99"
 # The first words of every table: how many pieces a step has, and the addresses of three counters that only rise, of
 # pieces taken, done, and there to be taken.
 TOTAL, TAKEN, DONE, LIMIT = range(4)

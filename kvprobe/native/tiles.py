@@ -2,8 +2,7 @@
 
 A *block* is float32 ``[width, BLOCK]``, number k of each token's vector side by side; all here are loops over k, given
 by addresses. The compiler would keep the state of such loops in memory, since it cannot know that nothing else points
-there; so they are written for it in its own language. As with :mod:`kvprobe.native.intrinsics`, the kernels' `MADE_OF`
-changes with what is here.
+there; so they are written for it in its own language.
 """
 
 from collections.abc import Callable, Sequence

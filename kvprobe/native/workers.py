@@ -75,7 +75,7 @@ def vector_of(norm: Any, arena: Arena) -> int:
     return arena.vector(norm.weight, norm.bias)
 
 
-class Team:
+class WorkerPool:
     """Threads that wait for a step to open. They hold nothing but the arena, and end with the team."""
 
     def __init__(self, work: Work, n_threads: int, table: Any, kinds: tuple[Any, Any], arena: Arena) -> None:

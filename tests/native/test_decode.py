@@ -400,10 +400,10 @@ def test_an_interrupt_in_the_middle_of_a_step_costs_that_step_alone(monkeypatch,
     cache = decoder.full_cache(6)
     step = numba(decoder, cache, n_threads=n_threads)
     for _ in range(2):
-        monkeypatch.setattr(step._team, "_work", interrupted)
+        monkeypatch.setattr(step._pool, "_work", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step.step(ids[:, 0])
-        monkeypatch.setattr(step._team, "_work", work)
+        monkeypatch.setattr(step._pool, "_work", work)
         cache.reset()
         for i in range(3):
             close(step.step(ids[:, i]), expected[:, i])

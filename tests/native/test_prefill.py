@@ -1,5 +1,3 @@
-import hashlib
-import re
 import subprocess
 import sys
 import threading
@@ -32,7 +30,7 @@ from support.tiny import tiny_ids, tiny_model
 
 pytest.importorskip("numba")
 
-from kvprobe.native import decode_kernels, prefill_kernels, prefill_program, tiles
+from kvprobe.native import decode_kernels, intrinsics, prefill_kernels, prefill_program, products, tiles
 from kvprobe.native.decode_program import NumbaStep
 from kvprobe.native.workers import Arena
 
@@ -393,7 +391,7 @@ def test_a_second_thread_is_refused_and_changes_nothing():
     reader = compiled(decoder, cache, n_threads=2)
     expected = reader.read(ids)
     cache.reset()
-    refused, work = [], reader._team._work
+    refused, work = [], reader._pool._work
 
     def another():
         with pytest.raises(ValueError, match="another thread is in the middle of one"):
@@ -402,13 +400,13 @@ def test_a_second_thread_is_refused_and_changes_nothing():
 
     def meanwhile(table, thread, *kinds):
         if thread == 0:
-            reader._team._work = work
+            reader._pool._work = work
             other = threading.Thread(target=another)
             other.start()
             other.join()
         work(table, thread, *kinds)
 
-    reader._team._work = meanwhile
+    reader._pool._work = meanwhile
     assert torch.equal(reader.read(ids), expected)
     assert (refused, cache.length) == ([True], 250)
 
@@ -423,7 +421,7 @@ def test_what_an_interrupt_left_is_not_written_into_what_comes_after():
     )
 
     for one, run in ((reader, lambda: reader.read(ids[:, :50])), (step, lambda: step.step(ids[:, 0]))):
-        work = one._team._work
+        work = one._pool._work
         interrupts = iter([True])
 
         def interrupted(table, thread, *kinds, work=work, interrupts=interrupts):
@@ -431,7 +429,7 @@ def test_what_an_interrupt_left_is_not_written_into_what_comes_after():
                 raise KeyboardInterrupt
             work(table, thread, *kinds)
 
-        one._team._work = interrupted
+        one._pool._work = interrupted
         with pytest.raises(KeyboardInterrupt):
             run()
         cache.reset()
@@ -449,7 +447,7 @@ def test_an_interrupt_costs_that_prompt_alone(n_threads):
     expected = decoder.body(ids)[:, -1]
     cache = decoder.full_cache(60)
     reader = compiled(decoder, cache, n_threads=n_threads)
-    work = reader._team._work
+    work = reader._pool._work
 
     def interrupted(table, thread, *kinds):
         if thread == 0:
@@ -457,10 +455,10 @@ def test_an_interrupt_costs_that_prompt_alone(n_threads):
         work(table, thread, *kinds)
 
     for _ in range(2):
-        reader._team._work = interrupted
+        reader._pool._work = interrupted
         with pytest.raises(KeyboardInterrupt):
             reader.read(ids)
-        reader._team._work = work
+        reader._pool._work = work
         with pytest.raises(ValueError, match="half written"):
             reader.read(ids)
         cache.reset()
@@ -490,19 +488,20 @@ def test_matrices_are_the_models_own_memory():
 
 def test_the_ceilings_product_is_the_product():
     matrix, blocks, out = torch.randn(132, 33), torch.randn(3, 33, tiles.BLOCK), torch.zeros(3, 132, tiles.BLOCK)
-    prefill_kernels.multiply(matrix.data_ptr(), 132, 33, blocks.data_ptr(), 3, out.data_ptr())
+    products.multiply(matrix.data_ptr(), 132, 33, blocks.data_ptr(), 3, out.data_ptr())
     torch.testing.assert_close(out, matrix @ blocks, atol=1e-4, rtol=1e-4)
 
 
-def test_machine_code_is_made_anew_when_what_it_is_made_of_changes():
-    # numba looks at the one file alone in which a function stands that it keeps
+@pytest.mark.parametrize(("part", "anew"), [("tiles", True), ("intrinsics", True), ("eligible", False)])
+def test_machine_code_is_made_anew_when_what_it_is_made_of_changes(part, anew, tmp_path):
+    # numba by itself looks at the one file alone in which a function stands that it keeps
     folder = Path(decode_kernels.__file__).parent
-    sources = {path.stem: path.read_text() for path in folder.glob("*.py")}
-    keep = [name for name, text in sources.items() if re.search(r"^@compiled", text, re.MULTILINE)]
-    assert {"decode_kernels", "prefill_kernels"} <= {*keep}
-    # in the order of who imports whom, since the one's own mark is part of what the other is made of
-    for name in sorted(keep, key=lambda name: "kernels" in name):
-        parts = sorted(set(re.findall(r"^from kvprobe\.native\.(\w+) import", sources[name], re.MULTILINE)))
-        wanted = hashlib.sha256("".join(sources[part] for part in parts).encode()).hexdigest()[:12]
-        (found,) = re.findall(r'^MADE_OF = "(\w+)"$', sources[name], re.MULTILINE)
-        assert found == wanted, f"MADE_OF of {name} must be {wanted}"
+    made_of = intrinsics.sources_of_kernels(folder)
+    for kernels in (decode_kernels, prefill_kernels):
+        assert kernels.work._cache._cache_file._source_stamp[1] == made_of
+    for path in folder.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert intrinsics.sources_of_kernels(tmp_path) == made_of
+    with (tmp_path / f"{part}.py").open("a") as file:
+        file.write("#")
+    assert (intrinsics.sources_of_kernels(tmp_path) != made_of) is anew
