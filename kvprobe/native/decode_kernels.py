@@ -22,11 +22,11 @@ from kvprobe.native.queue import DONE, LIMIT, TAKEN, TOTAL, take, wait
 from kvprobe.native.vectors import highest_of, norm_of, turn
 
 # One piece: int64 [ROW]. `NEED` counts the pieces that must be done before it. It is of all sequences of the batch,
-# whose vectors are `SOURCE_STEP` and `TARGET_STEP` bytes apart; one head's piece is of `SEQUENCE` alone. `PART` is the
-# number of a part of the slots and, for SUM, how many parts there are.
+# whose vectors are `SOURCE_STRIDE` and `TARGET_STRIDE` bytes apart; one head's piece is of `SEQUENCE` alone. `PART` is
+# the number of a part of the slots and, for SUM, how many parts there are.
 (
-    NEED, OP, FIRST, LAST, MATRIX, SECOND, WIDTH, STRIDE, SOURCE, TARGET, NORM, BIAS, MODE, LAYER, SOURCE_STEP,
-    TARGET_STEP, SEQUENCE, PART, ROW,
+    NEED, OP, FIRST, LAST, MATRIX, SECOND, WIDTH, STRIDE, SOURCE, TARGET, NORM, BIAS, MODE, LAYER, SOURCE_STRIDE,
+    TARGET_STRIDE, SEQUENCE, PART, ROW,
 ) = range(19)  # fmt: skip
 # what OP may be: rows of a matrix, the gated pair of them, some inputs of a matrix that is stored by inputs and the sum
 # over all of them, one key/value head into the cache, attention of the query heads that share it to a part of its
@@ -71,7 +71,7 @@ def _wait_reading(counter: int, wanted: int, piece: Any, size: int) -> None:
 def _finish(piece: Any, table: Any, sequence: int, out: Any) -> None:
     """What follows a product: the bias, then the activation, the sum with what passes by, or the bound."""
     first, n_rows, mode = piece[FIRST], piece[LAST] - piece[FIRST], piece[MODE]
-    target = at(piece[TARGET] + sequence * piece[TARGET_STEP] + 4 * first, _ZERO)
+    target = at(piece[TARGET] + sequence * piece[TARGET_STRIDE] + 4 * first, _ZERO)
     if piece[BIAS]:
         bias = at(piece[BIAS] + 4 * first, _ZERO)
         for r in range(n_rows):
@@ -92,15 +92,17 @@ def _finish(piece: Any, table: Any, sequence: int, out: Any) -> None:
 
 
 @compiled
-def _gated(piece: Any, table: Any, vectors: int, step: int, outs: int, zero: Any) -> None:
+def _gated(piece: Any, table: Any, vectors: int, vector_stride: int, outs: int, zero: Any) -> None:
     """The same rows of gate and up; activation(gate) · up."""
     first, width, size, batch = piece[FIRST], piece[WIDTH], table[WEIGHT_BYTES], table[BATCH]
     n_rows, offset = piece[LAST] - first, first * width * size
-    targets, target_step, out_step = piece[TARGET] + 4 * first, piece[TARGET_STEP], 4 * table[MAX_ROWS]
-    dots_of_all(piece[MATRIX] + offset, size, n_rows, width, batch, vectors, step, targets, target_step, zero)
-    dots_of_all(piece[SECOND] + offset, size, n_rows, width, batch, vectors, step, outs, out_step, zero)
+    targets, target_stride, out_stride = piece[TARGET] + 4 * first, piece[TARGET_STRIDE], 4 * table[MAX_ROWS]
+    dots_of_all(
+        piece[MATRIX] + offset, size, n_rows, width, batch, vectors, vector_stride, targets, target_stride, zero
+    )
+    dots_of_all(piece[SECOND] + offset, size, n_rows, width, batch, vectors, vector_stride, outs, out_stride, zero)
     for sequence in range(batch):
-        target, out = at(targets + sequence * target_step, _ZERO), at(outs + sequence * out_step, _ZERO)
+        target, out = at(targets + sequence * target_stride, _ZERO), at(outs + sequence * out_stride, _ZERO)
         if piece[BIAS]:
             # the gate's, and after all of them the up's
             gate_bias = at(piece[BIAS] + 4 * first, _ZERO)
@@ -132,7 +134,7 @@ def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
     head_dim, size, n_sink, length = table[HEAD_DIM], table[CACHE_BYTES], table[N_SINK], table[LENGTH]
     eps = at(table[NUMBERS], _ZERO)[EPS]
     kv_head, slots = piece[FIRST], layer[SLOTS]
-    qkv = table[QKV] + piece[SEQUENCE] * piece[SOURCE_STEP]
+    qkv = table[QKV] + piece[SEQUENCE] * piece[SOURCE_STRIDE]
     key = at(qkv + 4 * head_dim * (table[N_HEADS] + kv_head), _ZERO)
     value = at(qkv + 4 * head_dim * (table[N_HEADS] + table[N_KV_HEADS] + kv_head), _ZERO)
     # the head's place in buffers of [batch, n_kv_heads, ...]
@@ -193,25 +195,25 @@ def _attend(piece: Any, table: Any, scores: int, zero: Any) -> None:
     start = first + (used - first) * piece[PART] // parts
     count = first + (used - first) * (piece[PART] + 1) // parts - start
     offset = ((piece[SEQUENCE] * table[N_KV_HEADS] + kv_head) * slots + start) * head_dim * size
-    group, step = table[N_HEADS] // table[N_KV_HEADS], 4 * table[PART_SLOTS]
-    queries = table[QKV] + piece[SEQUENCE] * piece[SOURCE_STEP] + 4 * head_dim * kv_head * group
-    dots_of_all(layer[KEYS] + offset, size, count, head_dim, group, queries, 4 * head_dim, scores, step, zero)
+    group, vector_stride = table[N_HEADS] // table[N_KV_HEADS], 4 * table[PART_SLOTS]
+    queries = table[QKV] + piece[SEQUENCE] * piece[SOURCE_STRIDE] + 4 * head_dim * kv_head * group
+    dots_of_all(layer[KEYS] + offset, size, count, head_dim, group, queries, 4 * head_dim, scores, vector_stride, zero)
     if length >= slots:
         # later the padding is somewhere in the ring, until it is overwritten
         for index in range(length + 1 - slots, pad):
             if start <= index % slots < start + count:
                 for each in range(group):
-                    at(scores + each * step, _ZERO)[index % slots - start] = _HIDDEN
+                    at(scores + each * vector_stride, _ZERO)[index % slots - start] = _HIDDEN
     partial, next_head = _partial(table, piece[SEQUENCE], kv_head * group, piece[PART]), 4 * (head_dim + 2) * parts
     for each in range(group):
-        mine, left = at(scores + each * step, _ZERO), at(partial + each * next_head + 4 * head_dim, _ZERO)
+        mine, left = at(scores + each * vector_stride, _ZERO), at(partial + each * next_head + 4 * head_dim, _ZERO)
         highest, total = highest_of(mine, count) if count else _HIDDEN, _ZERO
         for k in range(count):
             # where all is hidden there is no highest
             mine[k] = exp(mine[k] - highest) if highest != _HIDDEN else _ZERO
             total += mine[k]
         left[0], left[1] = highest, total
-    mix(layer[VALUES] + offset, size, count, head_dim, head_dim, group, scores, step, partial, next_head, zero)
+    mix(layer[VALUES] + offset, size, count, head_dim, head_dim, group, scores, vector_stride, partial, next_head, zero)
 
 
 @compiled
@@ -226,7 +228,7 @@ def _merge(piece: Any, table: Any) -> None:
     """The attention of the query heads of one key/value head, from all parts of the softmax."""
     head_dim, parts, group = table[HEAD_DIM], table[PARTS], table[N_HEADS] // table[N_KV_HEADS]
     for head in range(piece[FIRST] * group, (piece[FIRST] + 1) * group):
-        output = at(piece[TARGET] + piece[SEQUENCE] * piece[TARGET_STEP] + 4 * head_dim * head, _ZERO)
+        output = at(piece[TARGET] + piece[SEQUENCE] * piece[TARGET_STRIDE] + 4 * head_dim * head, _ZERO)
         highest, total = _HIDDEN, _ZERO
         for part in range(parts):
             its = at(_partial(table, piece[SEQUENCE], head, part), _ZERO)[head_dim]
@@ -244,23 +246,27 @@ def _merge(piece: Any, table: Any) -> None:
 
 
 @compiled
-def _rows(piece: Any, table: Any, vectors: int, step: int, outs: int, zero: Any) -> None:
+def _rows(piece: Any, table: Any, vectors: int, vector_stride: int, outs: int, zero: Any) -> None:
     first, width, size = piece[FIRST], piece[WIDTH], table[WEIGHT_BYTES]
-    n_rows, batch, out_step = piece[LAST] - first, table[BATCH], 4 * table[MAX_ROWS]
-    dots_of_all(piece[MATRIX] + first * width * size, size, n_rows, width, batch, vectors, step, outs, out_step, zero)
+    n_rows, batch, out_stride = piece[LAST] - first, table[BATCH], 4 * table[MAX_ROWS]
+    dots_of_all(
+        piece[MATRIX] + first * width * size, size, n_rows, width, batch, vectors, vector_stride, outs, out_stride, zero
+    )
     for sequence in range(batch):
-        _finish(piece, table, sequence, at(outs + sequence * out_step, _ZERO))
+        _finish(piece, table, sequence, at(outs + sequence * out_stride, _ZERO))
 
 
 @compiled
-def _inputs(piece: Any, table: Any, vectors: int, step: int, zero: Any) -> None:
+def _inputs(piece: Any, table: Any, vectors: int, vector_stride: int, zero: Any) -> None:
     """What some inputs add to all outputs, of a matrix stored ``[in, out]`` (GPT-2's): read from front to back.
 
     (GPT-2 124M's shapes on a Zen 3, two threads: 24 to 28 GB/s so, 16 to 21 with some columns for each thread.)
     """
     first, stride, size, width = piece[FIRST], piece[STRIDE], table[WEIGHT_BYTES], piece[WIDTH]
     matrix, n_rows, its = piece[MATRIX] + first * stride * size, piece[LAST] - first, vectors + 4 * first
-    mix(matrix, size, n_rows, stride, width, table[BATCH], its, step, piece[TARGET], piece[TARGET_STEP], zero)
+    mix(
+        matrix, size, n_rows, stride, width, table[BATCH], its, vector_stride, piece[TARGET], piece[TARGET_STRIDE], zero
+    )
 
 
 @compiled
@@ -299,21 +305,21 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
             break
         piece = at(table[PLAN] + 8 * ROW * (ticket - start), _WORD)
         _wait_reading(table[DONE], start + piece[NEED], piece, table[WEIGHT_BYTES])
-        op, vectors, step = piece[OP], piece[SOURCE], piece[SOURCE_STEP]
+        op, vectors, vector_stride = piece[OP], piece[SOURCE], piece[SOURCE_STRIDE]
         if piece[NORM]:
             # each thread for itself, once: shorter than waiting for another to do it
             if normed_for != piece[NEED]:
                 for each in range(batch):
-                    source, target = at(vectors + each * step, _ZERO), at(normed + 4 * each * hidden, _ZERO)
+                    source, target = at(vectors + each * vector_stride, _ZERO), at(normed + 4 * each * hidden, _ZERO)
                     norm_of(source, hidden, piece[NORM], table[IS_LAYER_NORM], eps, target)
                 normed_for = piece[NEED]
-            vectors, step = normed, 4 * hidden
+            vectors, vector_stride = normed, 4 * hidden
         if op == ROWS:
-            _rows(piece, table, vectors, step, outs, weight_zero)
+            _rows(piece, table, vectors, vector_stride, outs, weight_zero)
         elif op == GATED:
-            _gated(piece, table, vectors, step, outs, weight_zero)
+            _gated(piece, table, vectors, vector_stride, outs, weight_zero)
         elif op == INPUTS:
-            _inputs(piece, table, vectors, step, weight_zero)
+            _inputs(piece, table, vectors, vector_stride, weight_zero)
         elif op == SUM:
             _sum(piece, table, outs)
         elif op == PLACE:
@@ -324,7 +330,10 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
             _merge(piece, table)
         else:
             for each in range(batch):
-                vector, target = at(vectors + each * step, _ZERO), at(piece[TARGET] + each * piece[TARGET_STEP], _ZERO)
+                vector, target = (
+                    at(vectors + each * vector_stride, _ZERO),
+                    at(piece[TARGET] + each * piece[TARGET_STRIDE], _ZERO),
+                )
                 for k in range(hidden):
                     target[k] += vector[k]
         add(table[DONE], 1)

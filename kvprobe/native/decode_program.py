@@ -302,9 +302,9 @@ class _Plan:
         """One row of the plan; ``others`` by the names of its columns in small letters."""
         row = [0] * k.ROW
         row[k.NEED], row[k.OP], row[k.FIRST], row[k.LAST] = need, op, first, last
-        row[k.SOURCE], row[k.SOURCE_STEP] = source.data_ptr(), stride(source)
+        row[k.SOURCE], row[k.SOURCE_STRIDE] = source.data_ptr(), stride(source)
         if target is not None:
-            row[k.TARGET], row[k.TARGET_STEP] = target.data_ptr(), stride(target)
+            row[k.TARGET], row[k.TARGET_STRIDE] = target.data_ptr(), stride(target)
         for name, value in others.items():
             row[getattr(k, name.upper())] = value
         self.pieces.append(row)

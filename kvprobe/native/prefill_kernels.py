@@ -19,11 +19,12 @@ from kvprobe.native.tiles import BLOCK, NARROW_ROWS, TILE_ROWS, highest, lower, 
 from kvprobe.native.vectors import INTERLEAVED
 
 # One phase: int64 [ROW]. Its pieces begin at `START` and need all before `NEED`; a piece is `PER` rows of a matrix and
-# of all blocks, or one block, or one block of one key/value head. Row r's number k stands at `MATRIX` + r * `ROW_STEP`
-# + k * `STEP`. The source is of `WIDTH` numbers a token; the target of `TARGET_WIDTH`, of which row 0 is `AT`.
+# of all blocks, or one block, or one block of one key/value head. Row r's number k stands at `MATRIX`
+# + r * `ROW_STRIDE` + k * `STRIDE`. The source is of `WIDTH` numbers a token; the target of `TARGET_WIDTH`, of which
+# row 0 is `AT`.
 (
-    START, NEED, OP, PER, MATRIX, SECOND, N_ROWS, WIDTH, ROW_STEP, STEP, SOURCE, TARGET, TARGET_WIDTH, AT, NORM, BIAS,
-    MODE, LAYER, ROW,
+    START, NEED, OP, PER, MATRIX, SECOND, N_ROWS, WIDTH, ROW_STRIDE, STRIDE, SOURCE, TARGET, TARGET_WIDTH, AT, NORM,
+    BIAS, MODE, LAYER, ROW,
 ) = range(19)  # fmt: skip
 # what OP may be: the norm of a block, or that of what is added; a product, or a gated pair of them; one head's keys and
 # values into the cache; attention of the queries that share it
@@ -49,15 +50,15 @@ _LINE = 4 * BLOCK
 def _rows_of(
     row: Any, table: Any, matrix: int, first: int, n_rows: int, into: int, zero: Any
 ) -> Any:  # fmt: skip
-    """Some rows of a weight as :func:`product_of` takes them: its matrix, row_step, tile_step and step.
+    """Some rows of a weight as :func:`product_of` takes them: its matrix, row_stride, tile_stride and stride.
 
     They are read where they are if they are float32 and one after the other; else once, into float32, for all blocks.
     """
     size = table[WEIGHT_BYTES]
-    matrix += first * row[ROW_STEP]
-    if size == 4 and row[STEP] == 4:
-        return matrix, row[ROW_STEP], TILE_ROWS * row[ROW_STEP], row[STEP]
-    packed_rows(matrix, row[ROW_STEP], row[STEP], size, n_rows, row[WIDTH], into, zero)
+    matrix += first * row[ROW_STRIDE]
+    if size == 4 and row[STRIDE] == 4:
+        return matrix, row[ROW_STRIDE], TILE_ROWS * row[ROW_STRIDE], row[STRIDE]
+    packed_rows(matrix, row[ROW_STRIDE], row[STRIDE], size, n_rows, row[WIDTH], into, zero)
     return into, 4, 4 * TILE_ROWS * row[WIDTH], 4 * TILE_ROWS
 
 
@@ -74,12 +75,12 @@ def _product(row: Any, table: Any, piece: int, packed: int, outs: int, zero: Any
     """Some rows of a matrix times all tokens, then the bias, then the activation or the sum with what passes by."""
     first = piece * row[PER]
     n_rows, width, mode = min(row[PER], row[N_ROWS] - first), row[WIDTH], row[MODE]
-    matrix, row_step, tile_step, step = _rows_of(row, table, row[MATRIX], first, n_rows, packed, zero)
+    matrix, row_stride, tile_stride, stride = _rows_of(row, table, row[MATRIX], first, n_rows, packed, zero)
     out = at(outs, _ZERO)
     for block in range(-(-table[COUNT] // BLOCK)):
         source, n_tokens = row[SOURCE] + block * width * _LINE, table[COUNT] - block * BLOCK
         target = at(row[TARGET] + (block * row[TARGET_WIDTH] + row[AT] + first) * _LINE, _ZERO)
-        product_of(matrix, row_step, tile_step, step, n_rows, source, width, n_tokens, outs)
+        product_of(matrix, row_stride, tile_stride, stride, n_rows, source, width, n_tokens, outs)
         if row[BIAS]:
             _add_bias(row[BIAS] + 4 * first, n_rows, out)
         if mode == STORE:
@@ -99,15 +100,15 @@ def _gated(row: Any, table: Any, piece: int, packed: int, outs: int, zero: Any) 
     first = piece * row[PER]
     n_rows, width = min(row[PER], row[N_ROWS] - first), row[WIDTH]
     half = packed + table[PACKED_BYTES] // 2
-    gates, row_step, tile_step, step = _rows_of(row, table, row[MATRIX], first, n_rows, packed, zero)
+    gates, row_stride, tile_stride, stride = _rows_of(row, table, row[MATRIX], first, n_rows, packed, zero)
     ups, _, _, _ = _rows_of(row, table, row[SECOND], first, n_rows, half, zero)
     others = outs + -(-n_rows // NARROW_ROWS) * NARROW_ROWS * _LINE
     gate, up = at(outs, _ZERO), at(others, _ZERO)
     for block in range(-(-table[COUNT] // BLOCK)):
         source, n_tokens = row[SOURCE] + block * width * _LINE, table[COUNT] - block * BLOCK
         target = at(row[TARGET] + (block * row[TARGET_WIDTH] + first) * _LINE, _ZERO)
-        product_of(gates, row_step, tile_step, step, n_rows, source, width, n_tokens, outs)
-        product_of(ups, row_step, tile_step, step, n_rows, source, width, n_tokens, others)
+        product_of(gates, row_stride, tile_stride, stride, n_rows, source, width, n_tokens, outs)
+        product_of(ups, row_stride, tile_stride, stride, n_rows, source, width, n_tokens, others)
         if row[BIAS]:
             # the gate's, and after all of them the up's
             _add_bias(row[BIAS] + 4 * first, n_rows, gate)

@@ -220,7 +220,7 @@ class _Plan:
             weights = [weight.contiguous() for weight in weights]
         matrices = [self.arena.matrix(weight) for weight in weights]
         turned = matrices[0][1]
-        row_step, step = (self.item, self.item * weights[0].stride(1)) if turned else (self.item * n_in, self.item)
+        row_stride, stride = (self.item, self.item * weights[0].stride(1)) if turned else (self.item * n_in, self.item)
         fitting = PIECE_BYTES // (4 * n_in * len(weights))
         fair = -(-n_out // (PIECES_A_THREAD * self.n_threads))
         rows = max(1, min(fitting, fair) // TILE_ROWS) * TILE_ROWS
@@ -234,8 +234,8 @@ class _Plan:
             matrix=matrices[0][0],
             second=matrices[-1][0],
             n_rows=n_out,
-            row_step=row_step,
-            step=step,
+            row_stride=row_stride,
+            stride=stride,
             at=at,
             bias=self.arena.biases(module, second),
             mode=mode,

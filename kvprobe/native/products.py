@@ -47,18 +47,18 @@ def dots(matrix: int, size: int, n_rows: int, width: int, vector: Any, out: Any,
 
 @compiled
 def _dots_of_four(
-    upper: int, lower: int, size: int, n_rows: int, width: int, n_vectors: int, vectors: int, step: int, outs: int,
-    below: int, out_step: int, zero: Any,
+    upper: int, lower: int, size: int, n_rows: int, width: int, n_vectors: int, vectors: int, vector_stride: int,
+    outs: int, below: int, out_stride: int, zero: Any,
 ) -> None:  # fmt: skip
     """As :func:`dots` of rows at ``upper`` and at ``lower``, whose sums go ``below`` rows further, for four vectors.
 
     Two rows by four vectors is what the registers hold; of fewer vectors the last is taken again, as fast as four.
     """
     second, third, fourth = min(1, n_vectors - 1), min(2, n_vectors - 1), min(3, n_vectors - 1)
-    x0, x1 = at(vectors, _ZERO), at(vectors + second * step, _ZERO)
-    x2, x3 = at(vectors + third * step, _ZERO), at(vectors + fourth * step, _ZERO)
-    out0, out1 = at(outs, _ZERO), at(outs + second * out_step, _ZERO)
-    out2, out3 = at(outs + third * out_step, _ZERO), at(outs + fourth * out_step, _ZERO)
+    x0, x1 = at(vectors, _ZERO), at(vectors + second * vector_stride, _ZERO)
+    x2, x3 = at(vectors + third * vector_stride, _ZERO), at(vectors + fourth * vector_stride, _ZERO)
+    out0, out1 = at(outs, _ZERO), at(outs + second * out_stride, _ZERO)
+    out2, out3 = at(outs + third * out_stride, _ZERO), at(outs + fourth * out_stride, _ZERO)
     for r in range(n_rows):
         v, w = at(upper + r * width * size, zero), at(lower + r * width * size, zero)
         v0, v1, v2, v3 = _ZERO, _ZERO, _ZERO, _ZERO
@@ -79,8 +79,8 @@ def _dots_of_four(
 
 @compiled
 def dots_of_all(
-    matrix: int, size: int, n_rows: int, width: int, batch: int, vectors: int, step: int, outs: int, out_step: int,
-    zero: Any,
+    matrix: int, size: int, n_rows: int, width: int, batch: int, vectors: int, vector_stride: int, outs: int,
+    out_stride: int, zero: Any,
 ) -> None:  # fmt: skip
     """:func:`dots` of ``batch`` vectors, each row read from memory once: some of either half, for all vectors."""
     if batch == 1:
@@ -91,18 +91,22 @@ def dots_of_all(
         count = min(ROWS_AT_ONCE, half - first)
         upper, lower = matrix + first * line, matrix + (half + first) * line
         for done in range(0, batch, 4):
-            four, source, target = min(4, batch - done), vectors + done * step, outs + done * out_step + 4 * first
-            _dots_of_four(upper, lower, size, count, width, four, source, step, target, half, out_step, zero)
+            four, source, target = (
+                min(4, batch - done),
+                vectors + done * vector_stride,
+                outs + done * out_stride + 4 * first,
+            )
+            _dots_of_four(upper, lower, size, count, width, four, source, vector_stride, target, half, out_stride, zero)
     if 2 * half < n_rows:
         for each in range(batch):
-            vector, target = at(vectors + each * step, _ZERO), at(outs + each * out_step + 8 * half, _ZERO)
+            vector, target = at(vectors + each * vector_stride, _ZERO), at(outs + each * out_stride + 8 * half, _ZERO)
             dots(matrix + 2 * half * line, size, 1, width, vector, target, zero)
 
 
 @compiled
 def mix(
-    matrix: int, size: int, n_rows: int, stride: int, width: int, batch: int, vectors: int, step: int, outs: int,
-    out_step: int, zero: Any,
+    matrix: int, size: int, n_rows: int, stride: int, width: int, batch: int, vectors: int, vector_stride: int,
+    outs: int, out_stride: int, zero: Any,
 ) -> None:  # fmt: skip
     """``out[c] = sum over r of vector[r] * matrix[r, c]`` of the first ``width`` columns, rows ``stride`` apart.
 
@@ -110,7 +114,7 @@ def mix(
     :func:`dots`. (GPT-2 124M, medians in turns: 26.0 ms a step so, 27.6 by four neighbours, 28.4 by four quarters.)
     """
     for each in range(batch):
-        out = at(outs + each * out_step, _ZERO)
+        out = at(outs + each * out_stride, _ZERO)
         for c in range(width):
             out[c] = _ZERO
     eighth, line = n_rows // 8, stride * size
@@ -120,7 +124,7 @@ def mix(
         w4, w5 = at(matrix + (4 * eighth + r) * line, zero), at(matrix + (5 * eighth + r) * line, zero)
         w6, w7 = at(matrix + (6 * eighth + r) * line, zero), at(matrix + (7 * eighth + r) * line, zero)
         for each in range(batch):
-            vector, out = at(vectors + each * step + 4 * r, _ZERO), at(outs + each * out_step, _ZERO)
+            vector, out = at(vectors + each * vector_stride + 4 * r, _ZERO), at(outs + each * out_stride, _ZERO)
             x0, x1, x2, x3 = vector[0], vector[eighth], vector[2 * eighth], vector[3 * eighth]
             x4, x5, x6, x7 = vector[4 * eighth], vector[5 * eighth], vector[6 * eighth], vector[7 * eighth]
             for c in range(width):
@@ -129,27 +133,37 @@ def mix(
     for r in range(8 * eighth, n_rows):
         w0 = at(matrix + r * line, zero)
         for each in range(batch):
-            x0, out = at(vectors + each * step, _ZERO)[r], at(outs + each * out_step, _ZERO)
+            x0, out = at(vectors + each * vector_stride, _ZERO)[r], at(outs + each * out_stride, _ZERO)
             for c in range(width):
                 out[c] += x0 * wide(w0[c])
 
 
 @compiled
 def product_of(
-    matrix: int, row_step: int, tile_step: int, step: int, n_rows: int, block: int, width: int, n_tokens: int, out: int
+    matrix: int,
+    row_stride: int,
+    tile_stride: int,
+    stride: int,
+    n_rows: int,
+    block: int,
+    width: int,
+    n_tokens: int,
+    out: int,
 ) -> None:
     """``out[r] = sum over k of matrix[r, k] * block[k]`` for ``n_tokens`` tokens of a block.
 
-    Rows are ``row_step`` bytes apart within a tile of `TILE_ROWS`, tiles ``tile_step``. Of `out` a whole tile is
+    Rows are ``row_stride`` bytes apart within a tile of `TILE_ROWS`, tiles ``tile_stride``. Of `out` a whole tile is
     written, and of its tokens perhaps all.
     """
-    if n_tokens <= NARROW and tile_step == TILE_ROWS * row_step:
+    if n_tokens <= NARROW and tile_stride == TILE_ROWS * row_stride:
         for first in range(0, n_rows, NARROW_ROWS):
-            narrow_tile(matrix + first * row_step, row_step, n_rows - first, step, block, width, out + first * _LINE)
+            narrow_tile(
+                matrix + first * row_stride, row_stride, n_rows - first, stride, block, width, out + first * _LINE
+            )
         return
     for first in range(0, n_rows, TILE_ROWS):
-        base = matrix + first // TILE_ROWS * tile_step
-        tile(base, row_step, n_rows - first, step, block, width, out + first * _LINE)
+        base = matrix + first // TILE_ROWS * tile_stride
+        tile(base, row_stride, n_rows - first, stride, block, width, out + first * _LINE)
 
 
 @compiled
@@ -167,18 +181,18 @@ def multiply(matrix: int, n_rows: int, width: int, blocks: int, n_blocks: int, o
 
 @compiled
 def packed_rows(
-    matrix: int, row_step: int, step: int, size: int, n_rows: int, width: int, into: int, zero: Any
+    matrix: int, row_stride: int, stride: int, size: int, n_rows: int, width: int, into: int, zero: Any
 ) -> None:  # fmt: skip
     """Rows as float32 ``[tiles, width, TILE_ROWS]``: tiles that are read from front to back."""
     for first in range(0, n_rows, TILE_ROWS):
         count, target = min(TILE_ROWS, n_rows - first), at(into + 4 * first * width, _ZERO)
-        if step == size:
+        if stride == size:
             for row in range(count):
-                source = at(matrix + (first + row) * row_step, zero)
+                source = at(matrix + (first + row) * row_stride, zero)
                 for k in range(width):
                     target[TILE_ROWS * k + row] = wide(source[k])
         else:
             for k in range(width):
-                source = at(matrix + first * row_step + k * step, zero)
+                source = at(matrix + first * row_stride + k * stride, zero)
                 for row in range(count):
                     target[TILE_ROWS * k + row] = wide(source[row])

@@ -89,19 +89,19 @@ def _times(builder: Any, a: Any, b: Any, plus: Any) -> Any:
 
 @intrinsic
 def tile(
-    context: Any, matrix: Any, row_step: Any, n_rows: Any, step: Any, block: Any, width: Any, out: Any
+    context: Any, matrix: Any, row_stride: Any, n_rows: Any, stride: Any, block: Any, width: Any, out: Any
 ) -> Any:  # fmt: skip
     """``out[r, token] = sum over k of matrix[r, k] * block[k, token]``: float32 ``[TILE_ROWS, BLOCK]`` at ``out``.
 
-    Rows are ``row_step`` bytes apart and their ``width`` numbers ``step``. Of fewer rows, ``n_rows``, the last is taken
-    again: ``out`` is always written whole.
+    Rows are ``row_stride`` bytes apart and their ``width`` numbers ``stride``. Of fewer rows, ``n_rows``, the last is
+    taken again: ``out`` is always written whole.
     """
     return _tile(TILE_ROWS, BLOCK)
 
 
 @intrinsic
 def narrow_tile(
-    context: Any, matrix: Any, row_step: Any, n_rows: Any, step: Any, block: Any, width: Any, out: Any
+    context: Any, matrix: Any, row_stride: Any, n_rows: Any, stride: Any, block: Any, width: Any, out: Any
 ) -> Any:  # fmt: skip
     """As :func:`tile`, of `NARROW_ROWS` rows and the first `NARROW` tokens; the other tokens of ``out`` stay."""
     return _tile(NARROW_ROWS, NARROW)
@@ -125,17 +125,17 @@ def _tile(height: int, n_tokens: int) -> Any:
 
 
 def _tile_body(
-    builder: Any, height: int, n_tokens: int, matrix: Any, row_step: Any, n_rows: Any, step: Any, block: Any,
+    builder: Any, height: int, n_tokens: int, matrix: Any, row_stride: Any, n_rows: Any, stride: Any, block: Any,
     width: Any, out: Any,
 ) -> None:  # fmt: skip
     rows, last = [], builder.sub(n_rows, _WORD(1))
     for r in range(height):
         there = builder.icmp_signed("<", _WORD(r), last)
-        rows.append(builder.add(matrix, builder.mul(builder.select(there, _WORD(r), last), row_step)))
+        rows.append(builder.add(matrix, builder.mul(builder.select(there, _WORD(r), last), row_stride)))
 
     def each(k: Any, address: Any, tokens: Tokens, sums: Any) -> list[Tokens]:
         # a row at a time: there is one register left for their numbers, and the compiler keeps this order
-        offset = builder.mul(k, step)
+        offset = builder.mul(k, stride)
         nexts: list[Tokens] = []
         for row, its in zip(rows, sums, strict=True):
             number = _for_all(builder, builder.add(row, offset))
