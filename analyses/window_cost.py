@@ -16,7 +16,8 @@ from analyses.timing import compare
 from kvprobe.bench.busy import Watch
 from kvprobe.models.subject import Subject, prepare
 from kvprobe.probes.losses import token_losses
-from kvprobe.probes.windows import check, recompute_losses, windowed
+from kvprobe.probes.window_attention import windowed
+from kvprobe.probes.windows import check, recompute_losses
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result
 

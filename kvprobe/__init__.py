@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from kvprobe.attention.call import AttentionCall
-    from kvprobe.attention.seam import Captured
+    from kvprobe.attention.capture import Captured
     from kvprobe.models.loading import Loaded
     from kvprobe.models.subject import Subject
     from kvprobe.results.result import Result
@@ -115,7 +115,7 @@ def capture(
 ) -> "Captured":
     """Keys and values as attention reads them and, on request, attention maps, by layer.
 
-    See :func:`kvprobe.attention.seam.capture` for their shapes.
+    See :func:`kvprobe.attention.capture.capture` for their shapes.
 
     >>> import kvprobe
     >>> subject = kvprobe.prepare("smollm2-135m", tokens=32)
@@ -123,9 +123,9 @@ def capture(
     >>> tuple(seen.keys[0].shape), tuple(seen.maps[12].shape)
     ((1, 3, 32, 64), (1, 9, 32, 32))
     """
-    from kvprobe.attention import seam
+    from kvprobe.attention import capture as capturing
 
-    return seam.capture(model, input_ids, layers=layers, maps=maps, to_cpu=to_cpu, **inputs)
+    return capturing.capture(model, input_ids, layers=layers, maps=maps, to_cpu=to_cpu, **inputs)
 
 
 def token0_mass(model: "nn.Module", input_ids: "Tensor", queries_from: int = 64) -> "Tensor":

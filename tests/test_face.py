@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvprobe
-from kvprobe.attention import seam
+from kvprobe.attention import capture, seam
 from kvprobe.models import loading, subject
 from kvprobe.probes import mass
 from kvprobe.results import result
@@ -17,7 +17,7 @@ from kvprobe.results import result
 ORIGINALS = {
     "Result": result.Result,
     "attending": seam.attending,
-    "capture": seam.capture,
+    "capture": capture.capture,
     "load": loading.load,
     "prepare": subject.prepare,
     "token0_mass": mass.token0_mass,

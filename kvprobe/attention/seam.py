@@ -11,21 +11,18 @@ It goes through transformers' two documented extension points, the attention int
 same name; without the second, causality would silently be lost.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kvprobe.attention.blocks import Attend, Block, bypassed
 from kvprobe.attention.call import AttentionCall, Turn
-from kvprobe.attention.layers import attention_layers, family_of
+from kvprobe.attention.layers import family_of
 from kvprobe.attention.rope import Rope
 from kvprobe.errors import NotIntercepted
 
-__all__ = ["Attend", "AttentionCall", "Captured", "attending", "capture", "family_of", "once", "rope_of"]
+__all__ = ["Attend", "AttentionCall", "attending", "family_of", "once", "rope_of"]
 
 
 @contextmanager
@@ -79,63 +76,6 @@ def once(family: str, attend: Attend) -> Attend:
         return attend(call)
 
     return first
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What :func:`capture` saw: by layer, the realized keys and values and, where asked for, attention maps.
-
-    ``keys[layer]`` ``[batch, n_kv_heads, length, head_dim]``, ``values[layer]`` the same with the value's own
-    head_dim, ``maps[layer]`` float32 ``[batch, n_heads, length, length]``.
-    """
-
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
-    maps: dict[int, Tensor] = field(default_factory=dict)
-
-
-@torch.no_grad()
-def capture(
-    model: nn.Module,
-    input_ids: Tensor,
-    *,
-    layers: Iterable[int] | None = None,
-    maps: Iterable[int] | bool = False,
-    to_cpu: bool = False,
-    **inputs: Any,
-) -> Captured:
-    """Realized keys and values of one forward over ``input_ids`` ``[batch, length]``, as contiguous copies.
-
-    ``layers`` are those to keep (default: all), ``maps`` those whose attention maps are kept as well (True: all of
-    ``layers``); a map holds ``n_heads * length**2`` float32. ``to_cpu`` moves each copy off the device at once.
-    ``inputs`` go to the model (``attention_mask=...``). Raises ValueError for a layer that holds no keys and values,
-    and NotIntercepted for one that holds them and did not attend.
-    """
-    holding = attention_layers(model)
-    wanted = set(holding if layers is None else layers)
-    mapped = set(wanted if maps is True else () if maps is False else maps)
-    if strange := sorted((wanted | mapped) - set(holding)):
-        raise ValueError(f"layer {strange[0]} holds no keys and values; those that do are {sorted(holding)}")
-    captured = Captured()
-
-    def keep(x: Tensor) -> Tensor:
-        return x.detach().to("cpu" if to_cpu else x.device).clone(memory_format=torch.contiguous_format)
-
-    def watch(call: AttentionCall) -> Tensor:
-        if layers is None or call.layer in wanted:
-            captured.keys[call.layer], captured.values[call.layer] = keep(call.key), keep(call.value)
-        if call.layer in mapped or (layers is None and maps is True):
-            captured.maps[call.layer] = torch.cat([keep(part) for _, part in call.weights()], dim=2)
-        return call.attend()
-
-    with attending(model, once(family_of(model), watch)):
-        # the body alone: nobody reads the vocabulary's logits
-        model.base_model(input_ids=input_ids, use_cache=False, **inputs)  # type: ignore[operator]
-    if missed := sorted(
-        (wanted - captured.keys.keys() if layers is not None else set()) | (mapped - captured.maps.keys())
-    ):
-        raise NotIntercepted(bypassed(family_of(model), f"layer {missed[0]} ({holding[missed[0]]})"))
-    return captured
 
 
 def rope_of(model: nn.Module) -> dict[int, Rope]:

@@ -14,17 +14,18 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvprobe.caches.kv_cache import Positions, RollingCache
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments.stream_checkpoint import Standing, State, Stretch
-from kvprobe.probes.losses import check_score_from, nll
-from kvprobe.probes.windows import check_window, describe_sinks
+from kvprobe.probes.losses import check_score_from, first_not_finite, hidden_losses
+from kvprobe.probes.window_attention import check_window
+from kvprobe.probes.windows import describe_sinks
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
 
@@ -172,35 +173,9 @@ def rows(
 
 def _losses(decoder: Decoder, ids: Tensor, targets: Tensor, cache: RollingCache, skip: int) -> Tensor:
     """Float64 ``[q_len - skip]`` on the CPU: the loss of ``targets`` after ``ids``, both ``[q_len]``."""
-    x = decoder.body(ids[None], cache=cache)[0, skip:]
-    parts = [torch.empty(0, dtype=torch.float64)]
-    for some, wanted in zip(x.split(LOGITS), targets[skip:].split(LOGITS), strict=True):
-        if len(wanted):
-            parts.append(nll(decoder.logits(some), wanted).cpu())
-    losses = torch.cat(parts)
+    x = decoder.body(ids[None], cache=cache)
+    losses = hidden_losses(decoder.logits, x[:, skip:], targets[None, skip:], chunk=LOGITS)[0]
     if not bool(losses.isfinite().all()):
-        raise KvprobeError(_first_not_finite(decoder, ids))
+        some = ids[None, : decoder.config.max_positions]
+        raise KvprobeError(first_not_finite(decoder, lambda: decoder(some)))
     return losses
-
-
-def _first_not_finite(decoder: Decoder, ids: Tensor) -> str:
-    """Watch these tokens pass alone, and say which module is the first with a value that is not finite."""
-    found: list[str] = []
-
-    def watch(path: str) -> Any:
-        def look(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            if not found and not bool(output.isfinite().all()):
-                found.append(path)
-
-        return look
-
-    handles = [part.register_forward_hook(watch(path)) for path, part in decoder.named_modules() if path]
-    try:
-        decoder(ids[None, : decoder.config.max_positions])
-    finally:
-        for handle in handles:
-            handle.remove()
-    dtype = decoder.embedding.weight.dtype
-    mend = "check the checkpoint's weights" if dtype == torch.float32 else "try float32"
-    name, where = str(dtype).removeprefix("torch."), found[0] if found else "the loss itself"
-    return f"the loss is not finite: {where} is the first with a value that is not, at {name}; {mend}"

@@ -169,7 +169,7 @@ def stream(
         n_resumed=standing.resumed,
         wall_s=round(standing.seconds, 3),
     )
-    local_layers = describe_local_layers(subject.loaded.spec)
+    local_layers = describe_local_layers(subject.loaded.spec.windows)
     return Result("window", rows(plan, results, n_front=subject.passage.n_front, local_layers=local_layers), record)
 
 

@@ -5,8 +5,7 @@ from the tokens before it; ``score_from = s`` makes ``s + 1`` the first target, 
 targets 513 to 1023.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from kvprobe.attention.seam import Attend
@@ -44,7 +43,7 @@ def check_score_from(n_tokens: int, score_from: int) -> None:
 
 @torch.no_grad()
 def token_losses(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     *,
     score_from: int,
@@ -53,18 +52,67 @@ def token_losses(
 ) -> Tensor:
     """Loss of every target after ``score_from``, in nat, from one forward; ``attend`` goes through the seam.
 
-    ``input_ids`` ``[length]`` or ``[1, length]`` gives float64 ``[n_targets]`` on the CPU, several rows ``[batch,
-    length]`` give ``[batch, n_targets]``, with ``n_targets = length - 1 - score_from``. Logits are held for
-    ``chunk`` positions at a time and are the model's own, scaling and soft-capping after the head included. Raises
-    ValueError for a ``score_from`` outside the passage and KvprobeError for a loss that is not finite,
-    naming the layer that first was not.
+    ``model`` is a Hugging Face causal model or our decoder. ``input_ids`` ``[length]`` or ``[1, length]`` gives float64
+    ``[n_targets]`` on the CPU, several rows ``[batch, length]`` give ``[batch, n_targets]``, with
+    ``n_targets = length - 1 - score_from``. Logits are held for ``chunk`` positions at a time and are the model's own,
+    scaling and soft-capping after the head included. Raises ValueError for a ``score_from`` outside the passage and
+    KvprobeError for a loss that is not finite, naming the layer that first was not.
     """
+    from kvprobe.attention.language_model import language_model
+
     ids = input_ids if input_ids.ndim == 2 else input_ids[None]
     check_score_from(ids.shape[1], score_from)
-    losses = _losses(model, ids, score_from, attend, chunk)
+    subject = language_model(model)
+
+    def run() -> Tensor:
+        hidden = subject.body(ids, attend=attend)
+        if not hidden.numel():
+            raise UnsupportedModelError(f"family {subject.family}: its body gives no hidden states to score")
+        return hidden_losses(subject.logits, hidden[:, score_from:-1], ids[:, score_from + 1 :], chunk=chunk)
+
+    losses = run()
     if not bool(losses.isfinite().all()):
-        raise KvprobeError(_first_not_finite(model, ids, score_from, attend, chunk))
+        raise KvprobeError(first_not_finite(subject.module, run))
     return losses[0] if len(ids) == 1 else losses
+
+
+def hidden_losses(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, *, chunk: int = 256
+) -> Tensor:
+    """Losses of ``targets`` ``[batch, n]`` after ``hidden`` ``[batch, n, hidden]``: float64 ``[batch, n]``, on the CPU.
+
+    The logits of ``chunk`` positions are held at a time.
+    """
+    parts = [torch.empty(len(targets), 0, dtype=torch.float64)]
+    for some, wanted in zip(hidden.split(chunk, dim=1), targets.split(chunk, dim=1), strict=True):
+        if wanted.shape[1]:
+            logits = logits_of(some)
+            parts.append(nll(logits, wanted.to(logits.device)).cpu())
+    return torch.cat(parts, dim=1)
+
+
+def first_not_finite(module: nn.Module, run: Callable[[], object]) -> str:
+    """Watch ``run`` once more for the first part of ``module`` with an output that is not finite, and say which."""
+    seen: list[tuple[str, torch.dtype]] = []
+
+    def watch(path: str) -> Any:
+        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if not seen and isinstance(first, Tensor) and not bool(first.isfinite().all()):
+                seen.append((path, first.dtype))
+
+        return look
+
+    handles = [part.register_forward_hook(watch(path)) for path, part in module.named_modules() if path]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    where, dtype = seen[0] if seen else ("the loss itself", next(module.parameters()).dtype)
+    name = str(dtype).removeprefix("torch.")
+    mend = "check the checkpoint's weights" if dtype == torch.float32 else "try float32"
+    return f"the loss is not finite: {where} is the first with a value that is not, at {name}; {mend}"
 
 
 def nll(logits: Tensor, targets: Tensor) -> Tensor:
@@ -132,77 +180,3 @@ def paired_interval(
     low, high = np.quantile((sums - expected) / n, [0.025, 0.975])
     delta = float(difference.mean())
     return Interval(delta=delta, low=delta + float(low), high=delta + float(high), block_length=block, seed=seed)
-
-
-def _losses(model: nn.Module, ids: Tensor, score_from: int, attend: "Attend | None", chunk: int) -> Tensor:
-    parts = []
-    for first, logits in _logits(model, ids, score_from, attend, chunk):
-        targets = ids[:, first + 1 : first + 1 + logits.shape[1]].to(logits.device)
-        parts.append(nll(logits, targets).cpu())
-    return torch.cat(parts, dim=1)
-
-
-def _logits(
-    model: Any, ids: Tensor, score_from: int, attend: "Attend | None", chunk: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first position, logits ``[batch, positions, vocab]``) from ``score_from`` to the last but one."""
-    if attend is None:
-        seam: Any = nullcontext()
-    else:
-        from kvprobe.attention.seam import attending
-
-        seam = attending(model, attend)
-    with seam:
-        output = model.base_model(input_ids=ids, use_cache=False)
-    hidden = output.last_hidden_state
-    for first in range(score_from, ids.shape[1] - 1, chunk):
-        last = min(first + chunk, ids.shape[1] - 1)
-        with _standing_in(model, type(output)(**{**output, "last_hidden_state": hidden[:, first:last]})):
-            logits = model(input_ids=ids[:, first:last], use_cache=False).logits
-        yield first, logits
-
-
-@contextmanager
-def _standing_in(model: Any, output: Any) -> Iterator[None]:
-    """Let the body answer with ``output``, so that the model's own forward does what it does after the body.
-
-    The head alone would miss what families do around it (soft-capped or scaled logits).
-    """
-    # OPT's forward calls the decoder inside its body, every other family the body itself
-    bodies = {id(body): body for body in (model.base_model, model.get_decoder())}.values()
-    # accelerate, too, puts a forward on the instance: what stood there comes back
-    before = [body.__dict__.get("forward") for body in bodies]
-    try:
-        for body in bodies:
-            body.__dict__["forward"] = lambda *_, **__: output
-        yield
-    finally:
-        for body, forward in zip(bodies, before, strict=True):
-            if forward is None:
-                body.__dict__.pop("forward", None)
-            else:
-                body.__dict__["forward"] = forward
-
-
-def _first_not_finite(model: Any, ids: Tensor, score_from: int, attend: "Attend | None", chunk: int) -> str:
-    """Watch a second pass for the first module with an output that is not finite, and say which it is."""
-    found: list[tuple[str, torch.dtype]] = []
-
-    def watch(path: str) -> Any:
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if not found and isinstance(first, Tensor) and not bool(first.isfinite().all()):
-                found.append((path, first.dtype))
-
-        return look
-
-    handles = [part.register_forward_hook(watch(path)) for path, part in model.named_modules() if path]
-    try:
-        _losses(model, ids, score_from, attend, chunk)
-    finally:
-        for handle in handles:
-            handle.remove()
-    where, dtype = found[0] if found else ("the loss itself", next(model.parameters()).dtype)
-    name = str(dtype).removeprefix("torch.")
-    mend = "check the checkpoint's weights" if dtype == torch.float32 else "try float32"
-    return f"the loss is not finite: {where} is the first with a value that is not, at {name}; {mend}"

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.language_model import language_model
 
 if TYPE_CHECKING:
     from kvprobe.attention.rope import Rope
@@ -34,7 +35,7 @@ class View:
     ropes: "Mapping[int, Rope]" = field(default_factory=dict, repr=False)
 
     @classmethod
-    def on(cls, model: nn.Module, of: Of = "kv", stage: Stage = "post_rope") -> "View":
+    def on(cls, model: Any, of: Of = "kv", stage: Stage = "post_rope") -> "View":
         """The view of ``model``, its rotation read off where the stage needs it.
 
         Raises ValueError for an unknown ``of`` or ``stage`` and UnsupportedModelError, naming the family, where keys
@@ -44,9 +45,9 @@ class View:
         one_of("stage", stage, Stage)
         if stage == "post_rope":
             return cls(of, stage)
-        from kvprobe.attention.rope_finding import rope_of, rotates
-
-        return cls(of, stage, rope_of(model)) if rotates(model) else cls(of, stage)
+        subject = language_model(model)
+        ropes = {layer: subject.rope(layer) for layer in subject.layers()}
+        return cls(of, stage, {layer: rope for layer, rope in ropes.items() if rope is not None})
 
     def matrix(self, call: AttentionCall) -> Tensor:
         """The matrix of one call: ``[batch, length, width]`` in the model's dtype."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.language_model import Attended, language_model, observe
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
@@ -72,7 +73,7 @@ class Mass:
 
 @torch.no_grad()
 def measure(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     *,
     queries_from: int = 64,
@@ -85,52 +86,46 @@ def measure(
     ValueError if it is not in 0 to length − 1, KvprobeError naming the layer where attention is not finite, and
     UnsupportedModelError where keys are not one a token.
     """
-    # arithmetic knows no transformers until a model is really measured
-    from kvprobe.attention.layers import attention_layers
-    from kvprobe.attention.seam import attending, family_of, once
-
     length = input_ids.shape[-1]
     if not 0 <= queries_from < length:
         raise ValueError(f"queries-from must be between 0 and {length - 1} for {length} tokens, got {queries_from}")
-    n_layers = 1 + max(attention_layers(model), default=0)
-    token0: dict[int, Tensor] = {}
-    uniform: dict[int, Tensor] = {}
-    share: dict[int, Tensor] = {}
+    subject = language_model(model)
+    n_layers = 1 + max(subject.layers(), default=0)
 
-    def watch(call: AttentionCall) -> Tensor:
+    def look(call: AttentionCall) -> Attended:
         if call.key.shape[2] != length:
             raise UnsupportedModelError(
-                f"family {family_of(model)}: layer {call.layer} reads {call.key.shape[2]} keys for {length} tokens, so "
+                f"family {subject.family}: layer {call.layer} reads {call.key.shape[2]} keys for {length} tokens, so "
                 "attention is not shared out among tokens there"
             )
+        share = None
         if positions:
-            output, token0[call.layer], share[call.layer] = _attend_with_shares(call, queries_from)
+            output, token0, share = _attend_with_shares(call, queries_from)
         else:
             output, lse = call.attend_with_lse()
-            token0[call.layer] = torch.exp(call.scores_of(0) - lse)[..., queries_from:].mean((0, 2)).cpu()
-        if not token0[call.layer].isfinite().all():
+            token0 = torch.exp(call.scores_of(0) - lse)[..., queries_from:].mean((0, 2)).cpu()
+        if not token0.isfinite().all():
             raise KvprobeError(
                 f"attention is not finite in layer {call.layer} at {str(call.query.dtype).removeprefix('torch.')}: "
                 "try --dtype float32, and check the checkpoint"
             )
-        uniform[call.layer] = _even_share_of_token0(call, queries_from)
         progress("attention", call.layer + 1, n_layers, "layers")
-        return output
+        return Attended(output, (token0, _even_share_of_token0(call, queries_from), share))
 
-    with attending(model, once(family_of(model), watch)):
-        # the body alone: the vocabulary's logits would cost more than the masses do
-        model.base_model(input_ids=input_ids, use_cache=False)  # type: ignore[operator]
-    layers = tuple(sorted(token0))
+    # the body alone: the vocabulary's logits would cost more than the masses do
+    seen = observe(subject, input_ids, look)
+    layers = tuple(sorted(seen))
+    token0, uniform, share = zip(*(seen[layer] for layer in layers), strict=True)
     return Mass(
         layers=layers,
         queries_from=queries_from,
-        token0=torch.stack([token0[layer] for layer in layers]),
-        uniform=torch.stack([uniform[layer] for layer in layers]),
-        share=torch.stack([share[layer] for layer in layers]) if positions else None,
+        token0=torch.stack(token0),
+        uniform=torch.stack(uniform),
+        share=torch.stack(share) if positions else None,
     )
 
 
-def token0_mass(model: nn.Module, input_ids: Tensor, queries_from: int = 64) -> Tensor:
+def token0_mass(model: Any, input_ids: Tensor, queries_from: int = 64) -> Tensor:
     """Mean attention weight on token 0 over the queries from ``queries_from`` on: float32 ``[n_layers, n_heads]``.
 
     ``n_layers`` counts the layers that hold keys and values. Raises as :func:`measure` does.

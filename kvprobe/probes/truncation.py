@@ -9,14 +9,15 @@ is fitted to what is not scored (later tokens of the same text, or another text)
 all ranks share.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.language_model import observe
 from kvprobe.errors import KvprobeError
 from kvprobe.probes.losses import check_score_from, default_block_length, paired_interval, perplexity, token_losses
 from kvprobe.probes.lowrank import (
@@ -91,20 +92,20 @@ def truncating(
 
 
 @torch.no_grad()
-def fit_layers(model: nn.Module, input_ids: Tensor, view: View, *, center: bool = False) -> dict[int, Basis]:
+def fit_layers(model: Any, input_ids: Tensor, view: View, *, center: bool = False) -> dict[int, Basis]:
     """The basis of every layer, from one clean pass over ``input_ids`` ``[1, length]``; no keys are kept."""
-    return _clean(model, input_ids, lambda call: fit(_finite_matrix(view, call), center=center))
+    return observe(model, input_ids, lambda call: fit(_finite_matrix(view, call), center=center))
 
 
 @torch.no_grad()
 def spectra(
-    model: nn.Module, input_ids: Tensor, views: Mapping[Stage, View], *, center: bool = False
+    model: Any, input_ids: Tensor, views: Mapping[Stage, View], *, center: bool = False
 ) -> dict[Stage, dict[int, Tensor]]:
     """Squared singular values, greatest first, of every layer in each of ``views``, from one clean pass.
 
     Returns ``{stage: {layer: float64 [limit]}}``; ``input_ids`` is ``[1, length]``.
     """
-    found = _clean(
+    found = observe(
         model,
         input_ids,
         lambda call: {
@@ -130,7 +131,7 @@ class Sweep:
 
 
 def sweep(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     *,
     ranks: Sequence[int] = (),
@@ -232,7 +233,7 @@ def sweep(
 
 
 def spectrum_rows(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     *,
     ranks: Sequence[int] = (),
@@ -293,23 +294,9 @@ def tokens_fitted(ids: Tensor, *, basis: BasisKind, score_from: int, fit_ids: Te
     return ids[:, :score_from]
 
 
-def _widths(model: nn.Module, ids: Tensor, view: View) -> dict[int, int]:
+def _widths(model: Any, ids: Tensor, view: View) -> dict[int, int]:
     # two tokens show every layer's width before any long pass
-    return _clean(model, ids[:, :2], lambda call: view.matrix(call).shape[-1])
-
-
-def _clean(model: Any, ids: Tensor, look: Callable[[AttentionCall], Any]) -> dict[int, Any]:
-    from kvprobe.attention.seam import attending
-
-    seen = {}
-
-    def watch(call: AttentionCall) -> Tensor:
-        seen[call.layer] = look(call)
-        return call.attend()
-
-    with torch.no_grad(), attending(model, watch):
-        model.base_model(input_ids=ids, use_cache=False)
-    return seen
+    return observe(model, ids[:, :2], lambda call: view.matrix(call).shape[-1])
 
 
 def _finite_matrix(view: View, call: AttentionCall) -> Tensor:

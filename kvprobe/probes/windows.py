@@ -12,21 +12,18 @@ A window counts the query itself; sinks are in addition to it.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvprobe.attention.call import AttentionCall
-from kvprobe.attention.masks import window_keep
+from kvprobe.attention.language_model import language_model, observe
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.probes.losses import check_score_from, nll, paired_interval, perplexity, token_losses
+from kvprobe.probes.losses import check_score_from, hidden_losses, paired_interval, perplexity, token_losses
+from kvprobe.probes.window_attention import Sinks, check_window, windowed
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
-from kvprobe.shape.spec import Spec
 
 if TYPE_CHECKING:
     from kvprobe.attention.seam import Attend
@@ -34,114 +31,12 @@ if TYPE_CHECKING:
 Positions = Literal["absolute", "cache", "recompute"]
 SinkChoice = Literal["first", "bos", "random", "heaviest"]
 
-Sinks = Sequence[int] | Mapping[int, Sequence[int]]
-"""Positions of the tokens kept as sinks, in order: one choice for all layers, or one by layer."""
-
-# queries that share one slice of keys: fewer waste less on keys that only the neighbours see, more need fewer calls
-BLOCK = 128
 # tokens of one batch of fresh passes: enough to fill the machine, few enough to stay in its caches
 BATCH_TOKENS = 4096
 
 
-def windowed(*, window: int, sinks: Sinks = (), by_slot: bool = False) -> "Attend":
-    """Attention in which each query sees the last ``window`` keys, itself included, and the ``sinks``.
-
-    For ``attending(model, ...)`` over whole passes. ``by_slot``: the sinks are seen from the distance between slots
-    of the cache (``cache`` positions), else from where they are (``absolute``). A sink is never seen before it is
-    there, and what the model itself hides stays hidden. Raises ValueError for ``window < 1`` or sinks out of order.
-    """
-    check_window(window)
-    for chosen in sinks.values() if isinstance(sinks, Mapping) else (sinks,):
-        if list(chosen) != sorted(set(chosen)) or (chosen and chosen[0] < 0):
-            raise ValueError(f"sinks must be different positions in order, got {[*chosen]}")
-
-    def attend(call: AttentionCall) -> Tensor:
-        chosen = sinks[call.layer] if isinstance(sinks, Mapping) else sinks
-        return attend_window(call, window=window, sinks=chosen, by_slot=by_slot)
-
-    return attend
-
-
-def attend_window(call: AttentionCall, *, window: int, sinks: Sequence[int], by_slot: bool = False) -> Tensor:
-    """One layer of :func:`windowed`: ``[batch, n_heads, length, v_head_dim]``.
-
-    The keys of a window and the sinks that have left it are two disjoint sets; attention over each gives an output
-    and a log-sum-exp, and the two merge exactly. So no mask over all keys is ever made, and the sinks may be seen
-    by a query that is turned for them alone.
-    """
-    length = call.query.shape[2]
-    if call.key.shape[2] != length:
-        raise ValueError(f"a window needs a whole pass, got {length} queries on {call.key.shape[2]} keys")
-    if window >= length:
-        return call.attend()
-    output, lse = _recent(call, window)
-    first = sinks[0] + window if sinks else length
-    if first >= length:
-        return output
-    # queries from `first` on have lost a sink from their window
-    old, old_lse = _sinks_outside(call, window, sinks, first, by_slot)
-    recent, recent_lse = output[:, :, first:], lse[:, :, first:]
-    total = torch.logaddexp(recent_lse, old_lse)
-    # an indexer may hide a query from its window and from every sink: it gets nothing, and not 0/0
-    total = total.masked_fill(total.isneginf(), 0.0)
-    merged = recent * torch.exp(recent_lse - total)[..., None] + old * torch.exp(old_lse - total)[..., None]
-    return torch.cat([output[:, :, :first], merged.to(output.dtype)], dim=2)
-
-
-def _recent(call: AttentionCall, window: int) -> tuple[Tensor, Tensor]:
-    """Attention over the window alone, block by block, each on its own slice of keys; with the log-sum-exp."""
-    length = call.query.shape[2]
-    outputs, sums = [], []
-    # the first `window` queries are a plain causal pass
-    edges = [0, *range(window, length, BLOCK), length]
-    for first, last in pairwise(edges):
-        start = max(0, first - window + 1)
-        mask = None
-        if first or not call.is_causal:
-            near = window_keep(last - first, window=window, kv_len=last - start, device=call.query.device)[None, None]
-            mask = near if call.is_causal else near & call.keep[..., first:last, start:last]
-        part = replace(
-            call,
-            query=call.query[:, :, first:last],
-            key=call.key[:, :, start:last],
-            value=call.value[:, :, start:last],
-            mask=mask,
-        )
-        output, lse = part.attend_with_lse()
-        if mask is not None and call.sink_logits is None:
-            # an indexer may hide all of the window, which then weighs nothing beside the sinks
-            lse = lse.masked_fill(~mask.any(-1), -torch.inf)
-        outputs.append(output)
-        sums.append(lse)
-    return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
-
-
-def _sinks_outside(
-    call: AttentionCall, window: int, sinks: Sequence[int], first: int, by_slot: bool
-) -> tuple[Tensor, Tensor]:
-    """Attention of the queries from ``first`` on over those sinks that have left their window."""
-    length, device = call.query.shape[2], call.query.device
-    at = torch.tensor(sinks, device=device)
-    rows = torch.arange(first, length, device=device)
-    keep = at + window <= rows[:, None]
-    query, key = call.query[:, :, first:], call.key[:, :, at]
-    if by_slot:
-        # slots: the sinks that have left the window, in order, then the window; the query in the last one
-        slot = keep.sum(-1) + window - 1
-        query = call.rotate(query, slot - rows)
-        key = call.rotate(key, torch.arange(len(sinks), device=device) - at)
-    if not call.is_causal:
-        keep = call.keep[..., first:, :][..., at] & keep
-    # learned sink logits stand in the window's sum already
-    bare = replace(call, sink_logits=None)
-    output, lse = bare.replaced(query=query, key=key, value=call.value[:, :, at], keep=keep).attend_with_lse()
-    # where the model itself hides every sink (local layers) this part weighs nothing
-    return output, lse.masked_fill(~keep.any(-1), -torch.inf)
-
-
-@torch.no_grad()
 def recompute_losses(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     *,
     window: int,
@@ -169,23 +64,17 @@ def recompute_losses(
         first = whole + 1
     if first == length:
         return parts[0]
+    subject = language_model(model)
     # [targets, n_front + window]
     contexts = input_ids[first - window : length - 1].unfold(0, window, 1)
     contexts = torch.cat([input_ids[:n_front].expand(len(contexts), -1), contexts], dim=1)
     rows = max(1, batch_tokens // contexts.shape[1])
-    if attend is None:
-        seam: Any = nullcontext()
-    else:
-        from kvprobe.attention.seam import attending
-
-        seam = attending(model, attend)
-    with seam:
-        for done in range(0, len(contexts), rows):
-            progress("recompute", done, len(contexts), "predictions")
-            some = contexts[done : done + rows]
-            logits = model(input_ids=some, use_cache=False, logits_to_keep=1).logits[:, -1]
-            targets = input_ids[first + done : first + done + len(some)].to(logits.device)
-            parts.append(nll(logits, targets).cpu())
+    for done in range(0, len(contexts), rows):
+        progress("recompute", done, len(contexts), "predictions")
+        some = contexts[done : done + rows]
+        last = subject.body(some, attend=attend)[:, -1:]
+        targets = input_ids[first + done : first + done + len(some), None]
+        parts.append(hidden_losses(subject.logits, last, targets)[:, 0])
     progress("recompute", len(contexts), len(contexts), "predictions")
     losses = torch.cat(parts)
     if not bool(losses.isfinite().all()):
@@ -194,7 +83,7 @@ def recompute_losses(
 
 
 def choose_sinks(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     n_sink: int,
     *,
@@ -232,7 +121,7 @@ def choose_sinks(
 
 
 def grid(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     *,
     windows: Sequence[int],
@@ -245,9 +134,9 @@ def grid(
     seed: int = 0,
     progress: Progress = silent,
 ) -> list[Row]:
-    """The window × sinks grid on one passage ``input_ids`` ``[length]``: the untouched pass, then a row each.
+    """The window × sinks grid on one passage ``input_ids`` ``[length]``: the full pass, then a row each.
 
-    Losses in nat per target after ``score_from``; ``delta`` is the difference to the untouched pass with its 95 %
+    Losses in nat per target after ``score_from``; ``delta`` is the difference to the full pass with its 95 %
     interval. ``cache_tokens`` are the tokens held per full layer at the end (the most of any layer). ``bos_kept``:
     the BOS stays visible whatever the window. ``drop_sink_logits`` takes the learned sink logits (gpt-oss) out of
     every row but the first, and adds the full pass without them. Refused before any work: what cannot be run, with
@@ -263,7 +152,7 @@ def grid(
     has_sink_logits = _has_sink_logits(model, input_ids)
     if drop_sink_logits and not has_sink_logits:
         raise KvprobeError("this model has no learned sink logits to drop (gpt-oss has); leave out --drop-sink-logits")
-    local_layers = describe_local_layers(Spec.from_config(model.config.to_dict()))  # type: ignore[operator,union-attr]
+    local_layers = describe_local_layers(language_model(model).windows)
     cells = [(window, n) for window in dict.fromkeys(windows) for n in choices]
     n_passes = 1 + drop_sink_logits + len(cells)
     reference = token_losses(model, input_ids, score_from=score_from)
@@ -321,7 +210,7 @@ def grid(
 
 
 def check(
-    model: nn.Module,
+    model: Any,
     n_tokens: int,
     *,
     windows: Sequence[int],
@@ -345,20 +234,16 @@ def check(
                 f"sinks do not apply to positions recompute, got {n_sink}: every prediction is a fresh pass over the "
                 "last tokens, whose first becomes its own sink (a BOS is kept by itself)"
             )
+    subject = language_model(model)
     if positions == "cache":
-        from kvprobe.attention.rope_finding import check_scores_by_distance, position_limit, rope_of
-
         try:
-            rope_of(model)
-            check_scores_by_distance(model, n_tokens)
+            limit = subject.check_by_slot(n_tokens)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
                 f"positions cache: {error}; positions absolute and recompute work on it"
             ) from error
-        limit = position_limit(model)
     else:
-        text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
-        limit = getattr(text, "max_position_embeddings", None)
+        limit = subject.max_positions
     if limit is not None and n_tokens > limit:
         raise KvprobeError(
             f"{n_tokens} tokens are more than the {limit} positions that the model has; ask for at most {limit} tokens"
@@ -366,18 +251,10 @@ def check(
         )
 
 
-def check_window(window: int) -> None:
-    """Raise ValueError for a window that does not even hold the query."""
-    if window < 1:
-        raise ValueError(f"window must be at least 1 (the query itself), got {window}")
-
-
-def describe_local_layers(spec: Spec) -> str | None:
+def describe_local_layers(windows: Sequence[int | None]) -> str | None:
     """The layers that see only a window by themselves, as ``"0-4,6-10 (512)"``; None if there are none."""
-    sizes = sorted({window for window in spec.windows if window is not None})
-    parts = (
-        f"{_ranges([layer for layer, window in enumerate(spec.windows) if window == size])} ({size})" for size in sizes
-    )
+    sizes = sorted({window for window in windows if window is not None})
+    parts = (f"{_ranges([layer for layer, window in enumerate(windows) if window == size])} ({size})" for size in sizes)
     return " ".join(parts) or None
 
 
@@ -412,15 +289,5 @@ def _without_sink_logits(attend: "Attend") -> "Attend":
     return lambda call: attend(replace(call, sink_logits=None))
 
 
-def _has_sink_logits(model: nn.Module, input_ids: Tensor) -> bool:
-    from kvprobe.attention.seam import attending
-
-    found: list[bool] = []
-
-    def watch(call: AttentionCall) -> Tensor:
-        found.append(call.sink_logits is not None)
-        return call.attend()
-
-    with torch.no_grad(), attending(model, watch):
-        model.base_model(input_ids=input_ids[None, :2], use_cache=False)  # type: ignore[operator]
-    return any(found)
+def _has_sink_logits(model: Any, input_ids: Tensor) -> bool:
+    return any(observe(model, input_ids[None, :2], lambda call: call.sink_logits is not None).values())

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.capture import capture
 from kvprobe.attention.rope import Rope
-from kvprobe.attention.seam import attending, capture, rope_of
+from kvprobe.attention.seam import attending, rope_of
 from kvprobe.errors import UnsupportedModelError
 from support.tiny import HOOKED, tiny_ids, tiny_model
 

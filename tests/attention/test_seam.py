@@ -15,8 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward
 
 from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.capture import Captured, capture
 from kvprobe.attention.masks import causal_keep, window_keep
-from kvprobe.attention.seam import Captured, attending, capture, family_of, rope_of
+from kvprobe.attention.seam import attending, family_of, rope_of
 from kvprobe.errors import NotIntercepted, UnsupportedModelError
 from support.tiny import BYPASSING, HOOKED, WINDOW, tiny_ids, tiny_model
 

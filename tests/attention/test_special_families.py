@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from kvprobe.attention import rope_finding
 from kvprobe.attention.arguments import read_call
 from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.capture import capture
 from kvprobe.attention.masks import window_keep
-from kvprobe.attention.seam import attending, capture, rope_of
+from kvprobe.attention.seam import attending, rope_of
 from kvprobe.errors import KvprobeError, NotIntercepted, UnsupportedModelError
 from kvprobe.probes import mass, windows
 from kvprobe.probes.lowrank import View
+from kvprobe.probes.window_attention import attend_window, windowed
 from support.tiny import SPECIAL, WINDOW, tiny_ids, tiny_model
 
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "minimax_m3_vl_text")
@@ -119,7 +121,7 @@ def test_a_window_over_chosen_keys_is_a_mask(family: str, n_sink: int) -> None:
     model = model_of(family)
     keep = window_keep(LENGTH, window=3, n_sink=n_sink)
     masked = logits_of(model, lambda call: call.attend(keep=call.keep & keep))
-    close(logits_of(model, windows.windowed(window=3, sinks=range(n_sink))), masked, 1e-5)
+    close(logits_of(model, windowed(window=3, sinks=range(n_sink))), masked, 1e-5)
     assert (masked - logits_of(model)).abs().max() > 1e-2
 
 
@@ -247,7 +249,7 @@ def test_where_keys_do_not_move_the_rotation_is_the_identity(family: str) -> Non
     assert torch.equal(calls[3].rotate(calls[3].key, 17), calls[3].key)
     assert (calls[0].rotate(calls[0].key, 17) - calls[0].key).abs().max() > 1e-2
     moved, kept = (
-        [windows.attend_window(calls[layer], window=4, sinks=[0, 1], by_slot=by_slot) for by_slot in (True, False)]
+        [attend_window(calls[layer], window=4, sinks=[0, 1], by_slot=by_slot) for by_slot in (True, False)]
         for layer in (0, 3)
     )
     close(kept[0], kept[1], 0)
@@ -342,5 +344,5 @@ def test_longcat_has_a_row_for_each_of_its_attentions() -> None:
     measured = mass.measure(model, ids, queries_from=4, positions=True)
     assert measured.layers == (0, 1, 2, 3)
     assert sorted(rope_of(model)) == [0, 1, 2, 3]
-    cut = windows.windowed(window=4, sinks=[0], by_slot=True)
+    cut = windowed(window=4, sinks=[0], by_slot=True)
     assert (logits_of(model, cut) - logits_of(model)).abs().max() > 1e-3

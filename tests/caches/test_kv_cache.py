@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kvprobe.attention.masks import window_keep
 from kvprobe.caches.kv_cache import CacheShape, FullCache, RollingCache
 from kvprobe.decoder.model import from_hf
-from kvprobe.probes.windows import windowed
+from kvprobe.probes.window_attention import windowed
 from support.decoders import rope_decoder
 from support.tiny import tiny_ids, tiny_model
 

@@ -18,7 +18,7 @@ from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments import streaming
 from kvprobe.experiments.stream_checkpoint import Standing, State, Stretch
 from kvprobe.experiments.streaming import Plan, rows, stream
-from kvprobe.probes.windows import windowed
+from kvprobe.probes.window_attention import windowed
 from support.decoders import rope_decoder
 from support.streams import SOME, state_of
 from support.tiny import tiny_ids, tiny_model

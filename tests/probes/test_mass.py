@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvprobe.attention.seam import capture
+from kvprobe.attention.capture import capture
 from kvprobe.errors import KvprobeError
 from kvprobe.probes import mass
 from support.tiny import HOOKED, WINDOW, tiny_model

@@ -13,8 +13,9 @@ from kvprobe.attention.masks import window_keep
 from kvprobe.attention.rope import Rope
 from kvprobe.attention.seam import attending, rope_of
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.probes import windows
+from kvprobe.probes import window_attention, windows
 from kvprobe.probes.losses import token_losses
+from kvprobe.probes.window_attention import attend_window, windowed
 from kvprobe.shape.spec import Spec
 from support.tiny import HOOKED, WINDOW, tiny_ids, tiny_model
 
@@ -68,14 +69,14 @@ BY_HAND = {
 def test_six_tokens_by_hand(window, n_sink):
     keep = torch.tensor([[int(cell) for cell in row] for row in BY_HAND[window, n_sink].split()]).bool()
     call = call_of(6)
-    weights = windows.attend_window(call, window=window, sinks=range(n_sink))[0, 0]
+    weights = attend_window(call, window=window, sinks=range(n_sink))[0, 0]
     assert torch.equal(weights > 0, keep)
     scores = (call.query @ call.key.transpose(-1, -2))[0, 0] * call.scale
     torch.testing.assert_close(weights, scores.masked_fill(~keep, -math.inf).softmax(-1))
 
 
 def test_a_chosen_sink_is_seen_from_when_it_is_there():
-    weights = windows.attend_window(call_of(6), window=2, sinks=(2,))[0, 0]
+    weights = attend_window(call_of(6), window=2, sinks=(2,))[0, 0]
     rows = ["100000", "110000", "011000", "001100", "001110", "001011"]
     assert torch.equal(weights > 0, torch.tensor([[int(cell) for cell in row] for row in rows]).bool())
 
@@ -83,7 +84,7 @@ def test_a_chosen_sink_is_seen_from_when_it_is_there():
 def test_the_models_own_window_and_ours_are_both_applied():
     # its own window of 2 hides the sink that ours would keep, and what is third in ours
     own = window_keep(6, window=2)[None, None]
-    weights = windows.attend_window(call_of(6, mask=own), window=3, sinks=(0,))[0, 0]
+    weights = attend_window(call_of(6, mask=own), window=3, sinks=(0,))[0, 0]
     assert torch.equal(weights > 0, own[0, 0])
     torch.testing.assert_close(weights.sum(-1), torch.ones(6))
 
@@ -92,7 +93,7 @@ def test_the_models_own_window_and_ours_are_both_applied():
 def test_a_learned_sink_logit_counts_once(by_slot):
     turn = Rope(torch.tensor([0.0])).turn
     bare, sunk = (
-        windows.attend_window(call_of(6, turn=turn, sink_logits=logit), window=2, sinks=(0, 1), by_slot=by_slot)
+        attend_window(call_of(6, turn=turn, sink_logits=logit), window=2, sinks=(0, 1), by_slot=by_slot)
         for logit in (None, torch.tensor([0.7]))
     )
     call = call_of(6)
@@ -128,7 +129,7 @@ def test_distances_between_slots_by_hand(sinks, distances):
     one = torch.tensor([1.0, 0.5, -0.3, 0.2, 0.1, 0.0, 0.4, -0.2]).expand(1, 1, length, 8)
     turned = rope.turn(one, torch.arange(length))
     call = call_of(length, turn=rope.turn, key=turned, query=turned)
-    weights = windows.attend_window(call, window=2, sinks=sinks, by_slot=True)[0, 0]
+    weights = attend_window(call, window=2, sinks=sinks, by_slot=True)[0, 0]
     score = [float(turned[0, 0, d] @ turned[0, 0, 0]) * call.scale for d in range(length)]
     for query, seen in enumerate(distances):
         assert weights[query].nonzero()[:, 0].tolist() == sorted(seen)
@@ -174,7 +175,7 @@ def test_cache_positions_are_those_of_a_rolling_buffer(family):
     model, ids = model_of(family), tiny_ids(22, batch=2)
     # a window below the model's own of 8 and one above it; then sinks that are not the first
     for window, sinks in ((3, (0, 1)), (WINDOW + 2, (0,)), (3, (2, 5))):
-        ours = logits_of(model, ids, windows.windowed(window=window, sinks=sinks, by_slot=True))
+        ours = logits_of(model, ids, windowed(window=window, sinks=sinks, by_slot=True))
         close(ours, logits_of(model, ids, rolling_buffer(model, window=window, sinks=sinks, by_slot=True)))
 
 
@@ -182,15 +183,15 @@ def test_cache_positions_are_those_of_a_rolling_buffer(family):
 def test_absolute_positions_are_a_mask(family):
     model, ids = model_of(family), tiny_ids(22)
     for window, sinks in ((3, (0, 1)), (WINDOW + 2, (0,)), (1, (4,))):
-        ours = logits_of(model, ids, windows.windowed(window=window, sinks=sinks))
+        ours = logits_of(model, ids, windowed(window=window, sinks=sinks))
         close(ours, logits_of(model, ids, rolling_buffer(model, window=window, sinks=sinks, by_slot=False)))
 
 
 def test_blocks_of_queries_change_nothing(monkeypatch):
     model, ids = model_of("gemma3_text"), tiny_ids(40)
-    attend = windows.windowed(window=6, sinks=(0, 1), by_slot=True)
+    attend = windowed(window=6, sinks=(0, 1), by_slot=True)
     at_once = logits_of(model, ids, attend)
-    monkeypatch.setattr(windows, "BLOCK", 5)
+    monkeypatch.setattr(window_attention, "BLOCK", 5)
     close(logits_of(model, ids, attend), at_once)
 
 
@@ -199,8 +200,8 @@ def test_a_window_over_everything_is_the_full_pass(family):
     model, ids = model_of(family), tiny_ids(20)
     full = logits_of(model, ids, lambda call: call.attend())
     for window, by_slot in ((20, False), (20, True), (50, True)):
-        assert torch.equal(logits_of(model, ids, windows.windowed(window=window, sinks=(0, 3), by_slot=by_slot)), full)
-    assert not torch.equal(logits_of(model, ids, windows.windowed(window=7)), full)
+        assert torch.equal(logits_of(model, ids, windowed(window=window, sinks=(0, 3), by_slot=by_slot)), full)
+    assert not torch.equal(logits_of(model, ids, windowed(window=7)), full)
 
 
 @pytest.mark.parametrize("family", ROTARY)
@@ -277,7 +278,7 @@ def test_the_rows_of_a_grid():
 def test_local_layers_are_named(sizes, says):
     spec = Spec.from_config(model_of("llama").config.to_dict())
     layers = tuple(replace(spec.layers[0], kind="sliding" if size else "full", limit=size) for size in sizes)
-    assert windows.describe_local_layers(replace(spec, layers=layers)) == says
+    assert windows.describe_local_layers(replace(spec, layers=layers).windows) == says
 
 
 @pytest.mark.parametrize("positions", ["absolute", "cache", "recompute"])
@@ -415,19 +416,19 @@ def short_llama():
 @pytest.mark.parametrize("sinks", [(1, 0), (2, 2), (-1,), {0: (3, 1)}])
 def test_sinks_out_of_order_are_refused(sinks):
     with pytest.raises(ValueError, match="different positions in order"):
-        windows.windowed(window=4, sinks=sinks)
+        windowed(window=4, sinks=sinks)
 
 
 def test_a_window_over_part_of_a_pass_is_refused():
     call = call_of(6)
     with pytest.raises(ValueError, match="a window needs a whole pass, got 2 queries on 6 keys"):
-        windows.attend_window(replace(call, query=call.query[:, :, 4:]), window=2, sinks=())
+        attend_window(replace(call, query=call.query[:, :, 4:]), window=2, sinks=())
 
 
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_rows_of_a_padded_batch_are_those_alone(by_slot):
     model, ids = model_of("llama"), tiny_ids(20)
-    attend = windows.windowed(window=4, by_slot=by_slot)
+    attend = windowed(window=4, by_slot=by_slot)
     alone = logits_of(model, ids, attend)
     padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
     seen = torch.ones_like(padded)

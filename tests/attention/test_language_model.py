@@ -1,0 +1,115 @@
+"""Every probe runs on a Hugging Face model and on our decoder of the same weights, and gives the same."""
+
+import pytest
+import torch
+from torch import nn
+
+from kvprobe.attention.capture import capture
+from kvprobe.attention.language_model import Attended, language_model, observe
+from kvprobe.decoder.model import from_hf
+from kvprobe.errors import UnsupportedModelError
+from kvprobe.probes import mass, windows
+from kvprobe.probes.losses import token_losses
+from kvprobe.probes.quantised import quantising
+from kvprobe.probes.truncation import sweep
+from support.decoders import FAMILIES, rope_decoder
+from support.tiny import tiny_ids, tiny_model
+
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def both(family):
+    model = tiny_model(family)
+    return model, from_hf(model)
+
+
+def close(ours, theirs, atol=2e-5):
+    torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(theirs), atol=atol, rtol=1e-4)
+
+
+@each_family
+def test_body_logits_and_losses_are_the_same(family):
+    model, decoder = both(family)
+    ids = tiny_ids(40, batch=2)
+    theirs, ours = language_model(model), language_model(decoder)
+    hidden = theirs.body(ids)
+    close(ours.body(ids), hidden)
+    close(ours.logits(hidden[:, 5:20]), theirs.logits(hidden[:, 5:20]))
+    close(theirs.logits(hidden), model(ids, use_cache=False).logits)
+    close(token_losses(decoder, ids, score_from=10), token_losses(model, ids, score_from=10))
+    attend = quantising(4)
+    got, wanted = (token_losses(each, ids, score_from=10, attend=attend) for each in (decoder, model))
+    # a rounded value may fall to the other side of a step
+    assert (got - wanted).abs().mean() < 1e-2
+    assert (got - token_losses(model, ids, score_from=10)).abs().max() > 1e-3
+
+
+@each_family
+def test_masses_keys_and_maps_are_the_same(family):
+    model, decoder = both(family)
+    ids = tiny_ids(40)
+    theirs, ours = (mass.measure(each, ids, queries_from=8, positions=True) for each in (model, decoder))
+    assert ours.layers == theirs.layers
+    for field in ("token0", "uniform", "share"):
+        close(getattr(ours, field), getattr(theirs, field))
+    seen, wanted = (capture(each, ids, maps=[1]) for each in (decoder, model))
+    assert seen.keys.keys() == wanted.keys.keys()
+    for layer in wanted.keys:
+        close(seen.keys[layer], wanted.keys[layer])
+        close(seen.values[layer], wanted.values[layer])
+    close(seen.maps[1], wanted.maps[1])
+
+
+@each_family
+@pytest.mark.parametrize("stage", ["post_rope", "pre_rope"])
+def test_truncations_are_the_same(family, stage):
+    if family == "gpt2" and stage == "pre_rope":
+        pytest.skip("it has no rotation")
+    model, decoder = both(family)
+    ids = tiny_ids(60)[0]
+    settings = {"ranks": (4, 12), "stage": stage, "score_from": 20}
+    for ours, theirs in zip(sweep(decoder, ids, **settings).rows, sweep(model, ids, **settings).rows, strict=True):
+        assert ours["rank"] == theirs["rank"]
+        close(ours["loss"], theirs["loss"], atol=1e-3)
+
+
+@each_family
+@pytest.mark.parametrize("positions", ["absolute", "cache", "recompute"])
+def test_windows_are_the_same(family, positions):
+    model, decoder = both(family)
+    ids = tiny_ids(40)[0]
+    sinks = (0,) if positions == "recompute" else (0, 2)
+    settings = {"windows": (6, 12), "sinks": sinks, "positions": positions, "score_from": 16}
+    if family == "gpt2" and positions == "cache":
+        for each in (model, decoder):
+            with pytest.raises(UnsupportedModelError, match=r"positions cache: .*; positions absolute and recompute"):
+                windows.grid(each, ids, **settings)
+        return
+    for ours, theirs in zip(windows.grid(decoder, ids, **settings), windows.grid(model, ids, **settings), strict=True):
+        for name, value in theirs.items():
+            if isinstance(value, float):
+                assert ours[name] == pytest.approx(value, abs=2e-4), name
+            else:
+                assert ours[name] == value, name
+
+
+def test_observing_changes_nothing_and_leaves_the_model_as_it_was_also_on_an_error():
+    model, ids = tiny_model("llama"), tiny_ids(12)
+    expected = model(ids, use_cache=False).logits
+    layers = observe(model, ids, lambda call: call.layer)
+    assert layers == {0: 0, 1: 1, 2: 2}
+
+    def fail(call):
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        observe(model, ids, fail)
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    # what a look has attended itself is what goes on
+    zeros = observe(rope_decoder(), ids, lambda call: Attended(torch.zeros_like(call.query), call.query.norm()))
+    assert zeros.keys() == {0, 1}
+
+
+def test_what_is_not_a_language_model_is_refused_by_its_class():
+    with pytest.raises(UnsupportedModelError, match="Linear is not a language model here"):
+        language_model(nn.Linear(2, 2))
