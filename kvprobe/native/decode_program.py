@@ -1,4 +1,4 @@
-"""How is a decoder's step laid out for the kernels? A plan of pieces, one table of addresses, and threads.
+"""How is a decoder's step laid out for the kernels? A program of pieces, one table of addresses, and threads.
 
 Matrices are the decoder's own storage, so that a change in place is followed; vectors (norms, biases: thousandths of
 the weights) are copied to float32 once, with the norms' offset added. Whoever changes weights makes a new step.
@@ -36,15 +36,15 @@ class NumbaStep:
     """The whole decode step compiled, float32 between weights and cache of float32 or bfloat16. On a CPU.
 
     As many threads as torch has, and the batch of the cache. The logits are float32. Beyond the decoder and the cache
-    it holds the plan, a row's logits and inner vectors and, a thread, scratch for a piece of each row. See
+    it holds the program, a row's logits and inner vectors and, a thread, scratch for a piece of each row. See
     :class:`kvprobe.native.engine.NumbaEngine`.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, *, n_threads: int | None = None) -> None:
         self._decoder, self._cache = decoder, cache
         self._arena = Arena()
-        self._plan = _Plan(decoder, cache, self._arena, n_threads or torch.get_num_threads())
-        self._table = self._plan.table
+        self._program = DecodeProgram(decoder, cache, self._arena, n_threads or torch.get_num_threads())
+        self._table = self._program.table
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
         kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
         self._pool = WorkerPool(k.work, n_threads or torch.get_num_threads(), self._table, kinds, self._arena)
@@ -58,8 +58,8 @@ class NumbaStep:
         Raises ValueError, before anything is written, where the cache or the model's positions do not suffice.
         """
         decoder, cache, table = self._decoder, self._cache, self._table
-        vocab, whole = decoder.config.vocab, token.dtype in (torch.int32, torch.int64)
-        if not whole or token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:
+        vocab, integers = decoder.config.vocab, token.dtype in (torch.int32, torch.int64)
+        if not integers or token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:
             count = "one token id" if cache.batch == 1 else f"{cache.batch} token ids"
             raise ValueError(f"{count} below {vocab} expected, got {token.tolist()}")
         length = cache.length
@@ -72,16 +72,16 @@ class NumbaStep:
         # Threads of torch's, woken for a large copy, wait for more work on the cores that the next step needs: 5 ms of
         # 16 to 28 a token.
         with one_thread():
-            self._plan.enter(token, cache)
+            self._program.enter(token, cache)
             table[k.LENGTH] = length
-            table[k.LAG] = self._plan.turn_sinks(cache)
+            table[k.LAG] = self._program.turn_sinks(cache)
             self._pool.run()
-            logits = self._plan.logits.clone()
+            logits = self._program.logits.clone()
         cache.end()
         return logits
 
 
-class _Plan:
+class DecodeProgram:
     """The pieces of one step in order, and the table that the kernels read."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, arena: Arena, n_threads: int) -> None:
@@ -124,18 +124,18 @@ class _Plan:
             norm=decoder.norm,
             mode=k.STORE if config.final_softcap is None else k.CAP,
         )
-        plan = np.array(self.pieces, dtype=np.int64)
-        arena.kept += [plan, layers]
+        pieces = np.array(self.pieces, dtype=np.int64)
+        arena.kept += [pieces, layers]
         numbers = arena.vector(
             torch.tensor([config.norm_eps, config.final_softcap or 0.0], dtype=torch.float32, device="cpu")
         )
-        max_rows = int((plan[:, k.LAST] - plan[:, k.FIRST]).max())
+        max_rows = int((pieces[:, k.LAST] - pieces[:, k.FIRST]).max())
         scores = config.n_heads // config.n_kv_heads * part_slots
         # each thread's own cache lines
         scratch = 64 * -(-4 * (batch * (config.hidden + max_rows) + max(scores, config.head_dim) + 16) // 64)
         given = {
-            k.PLAN: plan.ctypes.data,
-            TOTAL: len(plan),
+            k.PLAN: pieces.ctypes.data,
+            TOTAL: len(pieces),
             k.SCRATCH: arena.room(n_threads * scratch // 4).data_ptr(),
             k.SCRATCH_BYTES: scratch,
             k.WEIGHT_BYTES: self.item,
@@ -246,7 +246,7 @@ class _Plan:
             return
         for module, target in products:
             # only GPT-2 stores [in, out], and it has no gate
-            weights = [each.weight.contiguous() for each in (module, second) if each is not None]
+            weights = [part.weight.contiguous() for part in (module, second) if part is not None]
             n_out, n_in = weights[0].shape
             per_thread = max(1, round(sum(map(torch.numel, weights)) * self.item / PIECE_BYTES / self.n_threads))
             # rows come in fours
@@ -299,7 +299,7 @@ class _Plan:
         target: Tensor | None = None,
         **others: int,
     ) -> None:
-        """One row of the plan; ``others`` by the names of its columns in small letters."""
+        """One row of the program; ``others`` by the names of its columns in small letters."""
         row = [0] * k.ROW
         row[k.NEED], row[k.OP], row[k.FIRST], row[k.LAST] = need, op, first, last
         row[k.SOURCE], row[k.SOURCE_STRIDE] = source.data_ptr(), stride(source)

@@ -64,10 +64,10 @@ def _rows_of(
 
 @compiled
 def _add_bias(bias: int, n_rows: int, out: Any) -> None:
-    each = at(bias, _ZERO)
+    biases = at(bias, _ZERO)
     for r in range(n_rows):
         for token in range(BLOCK):
-            out[BLOCK * r + token] += each[r]
+            out[BLOCK * r + token] += biases[r]
 
 
 @compiled
@@ -168,8 +168,8 @@ def _place(row: Any, table: Any, piece: int, spare: int, zero: Any) -> None:
     angles = layer[ANGLES] + block * head_bytes
     scale = at(table[LAYERS] + 8 * (LAYER_ROW * row[LAYER] + SCALE), _ZERO)[0]
     group = n_heads // n_kv_heads
-    for each in range(kv_head * group, (kv_head + 1) * group):
-        place = heads + each * head_bytes
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        place = heads + head * head_bytes
         query = at(place, _ZERO)
         if layer[QUERY_NORM]:
             _norm(place, head_dim, layer[QUERY_NORM], is_layer_norm, eps, spare, place)
@@ -237,13 +237,13 @@ def _attend(row: Any, table: Any, piece: int, packed: int, zero: Any) -> None:
             score[i] = exp(score[i])
         total(scores, n_keys, sums)
         product_of(values, 4, 4 * TILE_ROWS, line, head_dim, scores, n_keys, end - query, outs)
-        out, whole = at(outs, _ZERO), at(sums, _ZERO)
+        out, weight_sum = at(outs, _ZERO), at(sums, _ZERO)
         target = at(row[TARGET] + (block * row[TARGET_WIDTH] + head * head_dim) * _LINE, _ZERO)
         for token in range(BLOCK):
-            whole[token] = _ONE / whole[token]
+            weight_sum[token] = _ONE / weight_sum[token]
         for d in range(head_dim):
             for token in range(BLOCK):
-                target[BLOCK * d + token] = out[BLOCK * d + token] * whole[token]
+                target[BLOCK * d + token] = out[BLOCK * d + token] * weight_sum[token]
 
 
 @compiled

@@ -36,7 +36,7 @@ class NumbaReader:
 
     As many threads as torch has. Beyond the decoder and the cache it holds the vectors of `TOKENS_AT_ONCE` tokens and,
     a thread, a piece of a matrix and a block's scores of a whole cache; of one in 16 bits also a head's keys and values
-    in float32. See :class:`kvprobe.native.engine.NumbaEngine`. Raises ValueError for a cache that is no
+    in float32. See :class:`kvprobe.native.engine.NumbaEngine`. Raises ValueError for a cache that is not a
     :class:`FullCache`.
     """
 
@@ -46,12 +46,12 @@ class NumbaReader:
         n_threads = n_threads or torch.get_num_threads()
         self._decoder, self._cache, self._arena = decoder, cache, Arena()
         self._weights = _addresses(decoder)
-        self._plan = _Plan(decoder, cache, self._arena, n_threads)
+        self._program = PrefillProgram(decoder, cache, self._arena, n_threads)
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
         kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
-        self._pool = WorkerPool(k.work, n_threads, self._plan.table, kinds, self._arena)
+        self._pool = WorkerPool(k.work, n_threads, self._program.table, kinds, self._arena)
         # nothing stands open yet: this compiles, or reads what an earlier process compiled
-        k.work(self._plan.table, 1, *kinds)
+        k.work(self._program.table, 1, *kinds)
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ class NumbaReader:
         Raises ValueError, before anything is written, where the cache or the model's positions do not suffice, for ids
         outside the vocabulary, padding, a ring that would roll, and a decoder whose weights have other memory now.
         """
-        cache, plan = self._cache, self._plan
+        cache, program = self._cache, self._program
         batch, n_tokens = ids.shape
-        vocab, whole = self._decoder.config.vocab, ids.dtype in (torch.int32, torch.int64)
-        if not n_tokens or not whole or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        vocab, integers = self._decoder.config.vocab, ids.dtype in (torch.int32, torch.int64)
+        if not n_tokens or not integers or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise ValueError(f"token ids below {vocab} expected, at least one a row")
         cache.check(batch, n_tokens)
         self._decoder.check_length(cache.length + n_tokens, cache)
@@ -80,14 +80,14 @@ class NumbaReader:
                 embedded = self._decoder.embedding(part).float()
                 positions, last = cache.positions(part.shape[1]), []
                 for row in range(batch):
-                    plan.enter(row, embedded[row], positions, past=cache.length)
+                    program.enter(row, embedded[row], positions, past=cache.length)
                     self._pool.run()
-                    last.append(plan.last(part.shape[1]))
+                    last.append(program.last(part.shape[1]))
                 cache.end()
             return self._decoder.norm(torch.stack(last).to(self._decoder.embedding.weight.dtype))
 
 
-class _Plan:
+class PrefillProgram:
     """The phases of one reading in order, and the table that the kernels read."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, arena: Arena, n_threads: int) -> None:
@@ -213,7 +213,7 @@ class _Plan:
         together: bool = False,
     ) -> None:
         """A matrix, or the gated pair of two, by as many rows as stay in a core's cache."""
-        weights = [each.weight for each in (module, second) if each is not None]
+        weights = [part.weight for part in (module, second) if part is not None]
         n_out, n_in = weights[0].shape
         if len({weight.stride() for weight in weights}) > 1:
             # a pair is read alike

@@ -55,8 +55,8 @@ class Arena:
 
     def biases(self, *modules: Any) -> int:
         """The address of the biases that ``modules`` have, one after the other; 0 where there is none."""
-        found = [module.bias for module in modules if getattr(module, "bias", None) is not None]
-        return self.vector(*found) if found else 0
+        biases = [module.bias for module in modules if getattr(module, "bias", None) is not None]
+        return self.vector(*biases) if biases else 0
 
     def table(self, size: int, given: Mapping[int, int]) -> Any:
         """A table of ``size`` words, with counters on cache lines of their own (:mod:`kvprobe.native.queue`)."""
@@ -76,7 +76,7 @@ def vector_of(norm: Any, arena: Arena) -> int:
 
 
 class WorkerPool:
-    """Threads that wait for a step to open. They hold nothing but the arena, and end with the team."""
+    """Threads that wait for a step to open. They hold nothing but the arena, and end with the pool."""
 
     def __init__(self, work: Work, n_threads: int, table: Any, kinds: tuple[Any, Any], arena: Arena) -> None:
         self._work, self._table, self._kinds = work, table, kinds
@@ -85,7 +85,7 @@ class WorkerPool:
         threads = []
         for number, gate in enumerate(self._gates, start=1):
             gate.acquire()
-            # daemons, since the interpreter waits for others before it lets us close the team
+            # daemons, since the interpreter waits for others before it lets us close the pool
             arguments = (work, gate, closing, table, number, kinds, arena)
             threads.append(threading.Thread(target=_serve, args=arguments, name=f"kvprobe step {number}", daemon=True))
             threads[-1].start()
