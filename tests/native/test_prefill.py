@@ -341,7 +341,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         assert cache.length == 0
         assert not any(buffer.any() for buffer in cache._buffers())
     close(compiled(decoder, small).read(tiny_ids(30)), decoder.body(tiny_ids(30))[:, -1])
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         engines.engine(rope_decoder(n_kv_heads=1), small, "numba")
 
 
