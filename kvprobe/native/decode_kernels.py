@@ -69,7 +69,7 @@ def _wait_reading(counter: int, wanted: int, piece: Any, size: int) -> None:
 
 @compiled
 def _finish(piece: Any, table: Any, sequence: int, out: Any) -> None:
-    """What follows a product: the bias, then the activation, the sum with what passes by, or the bound."""
+    """What follows a product: the bias, then the activation, the sum with the residual stream, or the bound."""
     first, n_rows, mode = piece[FIRST], piece[LAST] - piece[FIRST], piece[MODE]
     target = at(piece[TARGET] + sequence * piece[TARGET_STRIDE] + 4 * first, _ZERO)
     if piece[BIAS]:
@@ -210,7 +210,7 @@ def _attend(piece: Any, table: Any, scores: int, zero: Any) -> None:
         left = at(partial + member * next_head + 4 * head_dim, _ZERO)
         highest, total = highest_of(weights, count) if count else _HIDDEN, _ZERO
         for k in range(count):
-            # where all is hidden there is no highest
+            # if all is hidden there is no highest
             weights[k] = exp(weights[k] - highest) if highest != _HIDDEN else _ZERO
             total += weights[k]
         left[0], left[1] = highest, total
@@ -286,7 +286,7 @@ def _sum(piece: Any, table: Any, outs: int) -> None:
 
 @compiled
 def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
-    """Take pieces of the step that stands open until none is left; thread 0 returns when all are done.
+    """Take pieces of the open step until none is left; thread 0 returns when all are done.
 
     ``shared`` is the table, int64 [TABLE]; ``weight_zero`` and ``cache_zero`` are a zero of the type in which weights
     and cache are stored (float32, or uint16 for bfloat16).
@@ -307,7 +307,7 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
         _wait_reading(table[DONE], start + piece[NEED], piece, table[WEIGHT_BYTES])
         op, vectors, vector_stride = piece[OP], piece[SOURCE], piece[SOURCE_STRIDE]
         if piece[NORM]:
-            # each thread for itself, once: shorter than waiting for another to do it
+            # once per thread: faster than waiting for another to do it
             if normed_for != piece[NEED]:
                 for sequence in range(batch):
                     source = at(vectors + sequence * vector_stride, _ZERO)

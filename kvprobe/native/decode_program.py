@@ -1,7 +1,7 @@
 """How is a decoder's step laid out for the kernels? A program of pieces, one table of addresses, and threads.
 
 Matrices are the decoder's own storage, so that a change in place is followed; vectors (norms, biases: thousandths of
-the weights) are copied to float32 once, with the norms' offset added. Whoever changes weights makes a new step.
+the weights) are copied to float32 once, with the norms' offset added. After changing weights, make a new step.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from kvprobe.native.queue import TOTAL
 from kvprobe.native.vectors import HALVES, INTERLEAVED
 from kvprobe.native.workers import Arena, WorkerPool, vector_of
 
-# What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads waiting at a phase's end.
+# What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads idle at a phase's end.
 PIECE_BYTES = 384 * 1024
 # Into how many parts a matrix is cut that is stored by inputs: enough for some threads, and what they all add is small
 # beside the matrix. Not by the number of threads either.
@@ -48,14 +48,14 @@ class NumbaStep:
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
         kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
         self._pool = WorkerPool(k.work, n_threads or torch.get_num_threads(), self._table, kinds, self._arena)
-        # nothing stands open yet: this compiles, or reads what an earlier process compiled
+        # no piece is open yet: this compiles, or loads what an earlier process compiled
         k.work(self._table, 1, *kinds)
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
         """Feed one token a row, ``[batch]``, after what the cache holds; the next logits, float32 ``[batch, vocab]``.
 
-        Raises ValueError, before anything is written, where the cache or the model's positions do not suffice.
+        Raises ValueError, before anything is written, if the cache or the model's positions do not suffice.
         """
         decoder, cache, table = self._decoder, self._cache, self._table
         vocab, integers = decoder.config.vocab, token.dtype in (torch.int32, torch.int64)
@@ -69,7 +69,7 @@ class NumbaStep:
         decoder.check_length(length + 1, cache)
         cache.begin(cache.batch, 1)
         self._pool.finish()
-        # Threads of torch's, woken for a large copy, wait for more work on the cores that the next step needs: 5 ms of
+        # torch's threads, woken for a large copy, wait for more work on the cores that the next step needs: 5 ms of
         # 16 to 28 a token.
         with one_thread():
             self._program.enter(token, cache)
@@ -215,7 +215,7 @@ class DecodeProgram:
         return 0, config.n_heads * config.head_dim, (config.n_heads + config.n_kv_heads) * config.head_dim
 
     def _add(self, module: nn.Module, source: Tensor, post_norm: nn.Module) -> None:
-        """A product added to what passes by, normed before if the model does."""
+        """A product added to the residual stream, normed first if the model does."""
         if isinstance(post_norm, nn.Identity):
             self._phase([(module, self.x)], source=source, mode=k.ADD)
             return

@@ -1,4 +1,4 @@
-"""How is work cut into pieces, and what lies beside what?"""
+"""How is work cut into pieces, and which outputs are neighbours in memory?"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is the reading of a prompt in machine code? A list of phases, each cut into pieces, worked off by any threads.
+"""What is the reading of a prompt in machine code? A list of phases, each cut into pieces, for any number of threads.
 
 A prompt is bound by arithmetic: every weight meets all of its tokens. Tokens go by blocks of `BLOCK`, and whatever has
 one vector a token lies as ``[blocks, width, BLOCK]``: a product of :func:`kvprobe.native.tiles.tile` reads such a block
@@ -72,7 +72,7 @@ def _add_bias(bias: int, n_rows: int, out: Any) -> None:
 
 @compiled
 def _product(row: Any, table: Any, piece: int, packed: int, outs: int, zero: Any) -> None:
-    """Some rows of a matrix times all tokens, then the bias, then the activation or the sum with what passes by."""
+    """Some rows of a matrix times all tokens, then bias, activation or the sum with the residual stream."""
     first = piece * row[PER]
     n_rows, width, mode = min(row[PER], row[N_ROWS] - first), row[WIDTH], row[MODE]
     matrix, row_stride, tile_stride, stride = _rows_of(row, table, row[MATRIX], first, n_rows, packed, zero)
@@ -261,7 +261,7 @@ def _normed(row: Any, table: Any, block: int, spare: int) -> None:
 
 @compiled
 def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
-    """Take pieces of the tokens that stand open until none is left; thread 0 returns when all are done.
+    """Take pieces of the open tokens until none is left; thread 0 returns when all are done.
 
     As :func:`kvprobe.native.decode_kernels.work`: ``shared`` is the table, the zeros are of the types of weights and
     cache.

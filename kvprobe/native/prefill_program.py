@@ -2,8 +2,7 @@
 
 The decoder's own matrices and the cache's own buffers, as in :mod:`kvprobe.native.decode_program`; vectors lie in
 blocks of tokens (:mod:`kvprobe.native.prefill_kernels`), as many tokens at once as `TOKENS_AT_ONCE`, so that they do
-not grow with the prompt. Whoever changes weights in place need do nothing; whoever gives them other memory makes a new
-reader.
+not grow with the prompt. Weights may change in place; if they are given other memory, make a new reader.
 """
 
 from typing import Any
@@ -27,7 +26,7 @@ from kvprobe.native.workers import Arena, WorkerPool, vector_of
 TOKENS_AT_ONCE = 22 * BLOCK
 # About the most that a piece reads of a matrix: it stays in a core's second cache while all blocks pass.
 PIECE_BYTES = 256 * 1024
-# into how many pieces each thread's share of a matrix is cut, so that none waits long for the others at its end
+# into how many pieces each thread's share of a matrix is cut, so that no thread waits long for the others
 PIECES_A_THREAD = 8
 
 
@@ -50,14 +49,14 @@ class NumbaReader:
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
         kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
         self._pool = WorkerPool(k.work, n_threads, self._program.table, kinds, self._arena)
-        # nothing stands open yet: this compiles, or reads what an earlier process compiled
+        # no piece is open yet: this compiles, or loads what an earlier process compiled
         k.work(self._program.table, 1, *kinds)
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
         """Feed ``ids`` ``[batch, n_tokens]`` after what the cache holds; the last token's ``[batch, hidden]``.
 
-        Raises ValueError, before anything is written, where the cache or the model's positions do not suffice, for ids
+        Raises ValueError, before anything is written, if the cache or the model's positions do not suffice, for ids
         outside the vocabulary, padding, a ring that would roll, and a decoder whose weights have other memory now.
         """
         cache, program = self._cache, self._program
@@ -72,7 +71,7 @@ class NumbaReader:
         if self._weights != _addresses(self._decoder):
             raise ValueError("the decoder's weights are not where they were: make a new reader")
         last: list[Tensor] = []
-        # Threads of torch's, woken for a large copy, wait for more work on the cores that the pieces need.
+        # torch's threads, woken for a large copy, wait for more work on the cores that the pieces need.
         with one_thread():
             for part in ids.split(TOKENS_AT_ONCE, dim=1):
                 cache.begin(batch, part.shape[1])
@@ -164,7 +163,7 @@ class PrefillProgram:
         self.table[TOTAL] = starts[-1]
 
     def last(self, n_tokens: int) -> Tensor:
-        """What passes by of the last token, ``[hidden]``."""
+        """The residual stream of the last token, ``[hidden]``."""
         block, token = divmod(n_tokens - 1, BLOCK)
         return self.x[block, :, token].clone()
 
@@ -191,7 +190,7 @@ class PrefillProgram:
         self._add(mlp.down, self.gated, block.mlp_post_norm)
 
     def _add(self, module: nn.Module, source: Tensor, post_norm: nn.Module) -> None:
-        """A product added to what passes by, normed before if the model does."""
+        """A product added to the residual stream, normed first if the model does."""
         if isinstance(post_norm, nn.Identity):
             self._product(module, source, self.x, mode=k.ADD)
             return

@@ -111,7 +111,7 @@ def mix(
     """``out[c] = sum over r of vector[r] * matrix[r, c]`` of the first ``width`` columns, rows ``stride`` apart.
 
     Of ``batch`` vectors, eight rows at a time, so that each row is read from memory once; one from each eighth, as in
-    :func:`dots`. (GPT-2 124M, medians in turns: 26.0 ms a step so, 27.6 by four neighbours, 28.4 by four quarters.)
+    :func:`dots`. (GPT-2 124M, medians, alternating: 26.0 ms a step so, 27.6 by four neighbours, 28.4 by four quarters.)
     """
     for index in range(batch):
         out = at(outs + index * out_stride, _ZERO)
