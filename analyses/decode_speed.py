@@ -96,7 +96,7 @@ def run(
     finally:
         torch.set_num_threads(before)
     moved = Shape.of(decoder).decode(n_prompt + n_new // 2).bytes_moved
-    reads = {name: [second for each in taken.pop(name) for second in each] for name in reading}
+    reads = {name: [second for seconds in taken.pop(name) for second in seconds] for name in reading}
     return Result("decode_speed", _rows(taken, reads, n_prompt=n_prompt, bytes_moved=moved), record)
 
 
@@ -162,7 +162,7 @@ def _hugging_face(model: Any, ids: Tensor, n_new: int, *, static: bool = False, 
 
 def _ours(decoder: Decoder, ids: Tensor, n_new: int, engine: Engine) -> list[float]:
     steps = stream(decoder, ids.tolist(), max_new_tokens=n_new, engine=engine)
-    return [each.ms / 1000 for each in steps]
+    return [step.ms / 1000 for step in steps]
 
 
 def _llama_cpp(gguf: str, ids: Tensor, n_new: int) -> Run:
@@ -171,7 +171,7 @@ def _llama_cpp(gguf: str, ids: Tensor, n_new: int) -> Run:
     except ImportError as error:
         raise KvprobeError("llama.cpp cannot be timed: the package llama_cpp is not installed here") from error
     n_threads, prompt = torch.get_num_threads(), ids[0].tolist()
-    # its cache stays what it is by default, float16, which is half the bytes of ours in float32
+    # its cache keeps its default, float16: half the bytes of ours in float32
     llama = Llama(
         gguf, n_ctx=len(prompt) + n_new, n_batch=len(prompt), n_threads=n_threads, n_threads_batch=n_threads,
         verbose=False,
@@ -209,7 +209,11 @@ def _rows(
     bandwidth = BUFFER_BYTES / min(map(statistics.median, reads.values()))
     for phase, start, stop, n_tokens in (("prefill", 0, 1, n_prompt), ("decode", 1, None, 1)):
         for way, rounds in taken.items():
-            row = {"phase": phase, "way": way, **in_ms([second for each in rounds for second in each[start:stop]])}
+            row = {
+                "phase": phase,
+                "way": way,
+                **in_ms([second for seconds in rounds for second in seconds[start:stop]]),
+            }
             pairs = zip(reference, rounds, strict=True)
             speedups = [statistics.median(its[start:stop]) / statistics.median(ours[start:stop]) for its, ours in pairs]
             median = row["ms_median"] / 1e3
@@ -225,12 +229,12 @@ def _rows(
 
 @click.command(help=__doc__)
 @click.argument("model", default="smollm2-135m")
-@click.option("--random-weights", is_flag=True, help="Take MODEL's shape alone.")
+@click.option("--random-weights", is_flag=True, help="Use MODEL's shape with random weights.")
 @click.option("--text", default="bundled", show_default=True)
-@click.option("--prompt", "n_prompt", type=int, default=512, show_default=True, help="Tokens of the prompt.")
-@click.option("--new", "n_new", type=int, default=65, show_default=True, help="Tokens after it.")
+@click.option("--prompt", "n_prompt", type=int, default=512, show_default=True, help="Length of the prompt.")
+@click.option("--new", "n_new", type=int, default=65, show_default=True, help="Tokens generated.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--threads", type=int, help="Of torch and of everything else.  [default: all cores]")
+@click.option("--threads", type=int, help="Threads of torch and of everything else.  [default: all cores]")
 @click.option("--repeats", type=int, default=5, show_default=True)
 @click.option("--compiled", is_flag=True, help="Hugging Face's StaticCache compiled too: minutes of compilation.")
 @click.option("--gguf", type=click.Path(exists=True, dir_okay=False), help="The same weights for llama.cpp.")

@@ -6,8 +6,8 @@
 
 Protocol of Dive into Deep Learning, "Generation and the KV cache": the GPT of 123.6 million random weights of
 `analyses.latency`, 256 tokens after a prompt of 3,584, on one GPU. Published: without a cache 13.4 tokens/s, with one
-59.5 (JAX 10.5 and 29.2). On a CPU the way without a cache takes many minutes: ``--naive-samples`` times some of its
-tokens, spread evenly, and lets their mean stand for the others.
+59.5 (JAX 10.5 and 29.2). On a CPU decoding without a cache takes many minutes: ``--naive-samples`` times some of
+its tokens, spread evenly, and takes their mean for the others.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def run(
 @click.argument("model", default=PUBLISHED_GPT)
 @click.option("--prompt-tokens", type=int, default=3584, show_default=True)
 @click.option("--new-tokens", type=int, default=256, show_default=True)
-@click.option("--naive-samples", type=int, help="Time so many tokens without a cache.  [default: all]")
+@click.option("--naive-samples", type=int, help="Time only this many tokens without a cache.  [default: all]")
 @click.option("--random-weights", is_flag=True, help="Take MODEL's shape alone.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
 @click.option("--save/--no-save", default=True, help="Keep results/end_to_end.{csv,json}.")

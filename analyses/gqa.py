@@ -1,12 +1,12 @@
 """What does sharing keys and values cost in quality? The published small GPT at 8, 4, 2 and 1 KV heads, three seeds.
 
 \b
-    python -m analyses.gqa --cells DIRECTORY            # trains what is not there yet; hours on two cores
-    python -m analyses.gqa --cells DIRECTORY --collect  # writes results from the cells that are there
+    python -m analyses.gqa --cells DIRECTORY            # trains the missing cells; hours on two cores
+    python -m analyses.gqa --cells DIRECTORY --collect  # writes results from the finished cells
 
-Published, one seed: best validation loss 1.55, 1.51, 1.51, 1.54 (another run 1.53, 1.53, 1.50, 1.51) at a cache of 12,
-6, 3 and 1.5 KiB a token. A cell is one model: a head count and a seed. Cells run seed by seed; several processes may
-share one directory.
+Published, one seed: best validation loss 1.55, 1.51, 1.51, 1.54 (another run 1.53, 1.53, 1.50, 1.51) with a cache of
+12, 6, 3 and 1.5 KiB a token. A cell is one model: a head count and a seed. Cells run seed by seed; several processes
+may share one directory.
 """
 
 from collections.abc import Sequence

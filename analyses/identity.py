@@ -49,15 +49,15 @@ def identify(model: str, *, reference: str | None = None, trust: bool = False) -
     directory = loading.find(model).directory
     for name, expected in TOKENIZER_SHA1.items():
         path = directory / name
-        if path.is_file() and (found := sha1_of(path)) != expected:
-            return Identity(False, f"its {name} has the SHA-1 {found[:12]}…, GPT-2's {expected[:12]}…")
+        if path.is_file() and (digest := sha1_of(path)) != expected:
+            return Identity(False, f"its {name} has the SHA-1 {digest[:12]}…, GPT-2's {expected[:12]}…")
     files = headers.weight_files(directory)
     if not files:
         return Identity(False, "it has no weights in safetensors")
-    found = f"{len(files)} files" if len(files) > 1 else sha1_of(files[0])
-    if found == WEIGHTS_SHA1:
+    digest = f"{len(files)} files" if len(files) > 1 else sha1_of(files[0])
+    if digest == WEIGHTS_SHA1:
         return Identity(True, f"the SHA-1 of its weights is the published {WEIGHTS_SHA1[:12]}…")
-    shown = found if len(files) > 1 else f"{found[:12]}…"
+    shown = digest if len(files) > 1 else f"{digest[:12]}…"
     is_not = f"the SHA-1 of its weights is not the published {WEIGHTS_SHA1[:12]}… ({shown})"
     if reference is not None:
         same, told = _compared(files, Path(reference))
@@ -73,7 +73,7 @@ def identify(model: str, *, reference: str | None = None, trust: bool = False) -
 
 
 def sha1_of(path: Path) -> str:
-    """The SHA-1 of a file, which is here a published fingerprint and guards nothing."""
+    """The SHA-1 of a file, used to compare with a published fingerprint, not for security."""
     digest = hashlib.sha1(usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -85,8 +85,8 @@ def check_reference(path: Path) -> None:
     """Raise KvprobeError unless the file at ``path`` has the published SHA-1."""
     if not path.is_file():
         raise KvprobeError(f"there is no reference {path.name}: give the published file of GPT-2's weights")
-    if (found := sha1_of(path)) != WEIGHTS_SHA1:
-        raise KvprobeError(f"the reference {path.name} has the SHA-1 {found}, the published file has {WEIGHTS_SHA1}")
+    if (digest := sha1_of(path)) != WEIGHTS_SHA1:
+        raise KvprobeError(f"the reference {path.name} has the SHA-1 {digest}, the published file has {WEIGHTS_SHA1}")
 
 
 def _compared(files: list[Path], reference: Path) -> tuple[bool, str]:
@@ -103,16 +103,16 @@ def _tensors(files: list[Path]) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    found: dict[str, torch.Tensor] = {}
+    merged: dict[str, torch.Tensor] = {}
     for path in files:
         try:
             tensors = load_file(path)
         except SafetensorError as error:
-            raise KvprobeError(f"{path.name} is no safetensors file, and no other kind is read: {error}") from error
-        found |= {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+            raise KvprobeError(f"{path.name} is not a safetensors file, and no other kind is read: {error}") from error
+        merged |= {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     return {
         name: tensor
-        for name, tensor in found.items()
+        for name, tensor in merged.items()
         if not name.endswith((".attn.bias", ".attn.masked_bias")) and name != "lm_head.weight"
     }
 

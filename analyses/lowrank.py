@@ -9,8 +9,8 @@ full 3.58 (perplexity 36), rank 256 of 1536 3.49 (33), rank 128 3.66 (39). Those
 is what other models are cut to here, beside 1/2, 1/4 and 1/8.
 
 Second part, the question that the text leaves open: why is rank 256 *better* than full? The same ranks with three
-bases over several passages. The answer counts what beats the full pass with its whole 95 % interval, and only an
-oracle that wins alone blames the basis.
+bases over several passages. The answer counts what beats the full pass with its whole 95 % interval; the basis is
+the reason only if the oracle alone does.
 """
 
 import time
@@ -102,14 +102,14 @@ def run(
 
 def answer(rows: Sequence[Row]) -> dict[str, dict[str, list[int]]]:
     """By basis, the ranks whose whole interval is ``better`` than the full pass, ``worse``, and ``undecided``."""
-    found: dict[str, dict[str, list[int]]] = {}
+    verdicts: dict[str, dict[str, list[int]]] = {}
     for row in rows:
         if row["rank"] is None:
             continue
         verdict = "better" if row["delta_high"] < 0 else "worse" if row["delta_low"] > 0 else "undecided"
-        of_basis = found.setdefault(row["basis"], {"better": [], "undecided": [], "worse": []})
+        of_basis = verdicts.setdefault(row["basis"], {"better": [], "undecided": [], "worse": []})
         of_basis[verdict].append(row["rank"])
-    return found
+    return verdicts
 
 
 def _texts(names: Sequence[str], progress: Progress) -> tuple[list[tuple[str, Text]], list[str]]:
@@ -126,12 +126,12 @@ def _texts(names: Sequence[str], progress: Progress) -> tuple[list[tuple[str, Te
 
 
 def _consecutive(subject: Subject, text: Text, *, tokens: int, number: int) -> list[Passage]:
-    # they share no token of the text; each has its own BOS, where the model has one
-    found: list[Passage] = []
-    while len(found) < number:
-        offset = found[-1].next_offset if found else 0
-        found.append(passages.encode(subject.loaded.tokenizer, text, n_tokens=tokens, offset=offset))
-    return found
+    # they share no token of the text; each has its own BOS, if the model has one
+    cuts: list[Passage] = []
+    while len(cuts) < number:
+        offset = cuts[-1].next_offset if cuts else 0
+        cuts.append(passages.encode(subject.loaded.tokenizer, text, n_tokens=tokens, offset=offset))
+    return cuts
 
 
 def _ranks(subject: Subject, parts: Sequence[int], most: int) -> list[int]:
@@ -161,7 +161,7 @@ def _pooled(sweeps: Sequence[Sweep], seed: int) -> list[Row]:
 
 def summary(result: Result) -> list[str]:
     """The answer in words, a line a basis."""
-    lines = ["", "over all passages, against the untruncated pass (95 % intervals):"]
+    lines = ["", "over all passages, against the full pass (95 % intervals):"]
     for basis, verdicts in result.run["answer"].items():
         said = [f"{verdict} at {', '.join(map(str, ranks))}" for verdict, ranks in verdicts.items() if ranks]
         name = f"{basis} ({fitted_to(result.run)})" if basis == "heldout" else basis
@@ -199,7 +199,7 @@ def main(
             progress=progress,
         )
     if result.run["missing_texts"]:
-        notice(f"left out, since they are not here: {', '.join(result.run['missing_texts'])}")
+        notice(f"left out, since they are not available: {', '.join(result.run['missing_texts'])}")
     columns = ["part", "passage", "offset", "basis", "rank", "loss", "perplexity", "delta", "delta_low", "delta_high"]
     emit(result, format_="table", out=None, columns=[*columns, "energy", "ratio"], summary=summary(result))
     if save or (save is None and not quick):

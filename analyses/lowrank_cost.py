@@ -5,8 +5,8 @@
 
 Targets at 1,024 tokens: a rank within 1.5× a plain forward on SmolLM2-135M (width 384, 30 layers) and within 2.5× on
 a model of GPT-2's size (width 1,536, 12 layers, random weights: the model name ``gpt2-size``). A plain forward is the
-model's own, with all its logits. The decompositions that were left are timed beside it, on this model's own matrices,
-with the slowest seen: LAPACK's gesdd, behind torch.linalg.svd, is slower and has outliers.
+model's own, with all its logits. The rejected decompositions are timed too, on this model's own matrices: LAPACK's
+gesdd, behind torch.linalg.svd, is slower and has outliers.
 """
 
 from collections.abc import Callable
@@ -73,20 +73,20 @@ def run(model: str, *, text: str = "bundled", tokens: int = 1024, repeats: int =
 
 
 def _with_share(row: Row) -> Row:
-    """The ratio for one rank, where a row is a sweep of several (its untruncated pass counted in)."""
+    """The ratio for one rank, where a row is a sweep of several (its full pass included)."""
     return {**row, "ratio_per_rank": row["ratio"] / SWEEP if "sweep" in row["way"] else None}
 
 
 def _matrices(network: Any, ids: Tensor, view: View) -> list[Tensor]:
-    found = []
+    matrices = []
 
     def watch(call: AttentionCall) -> Tensor:
-        found.append(view.matrix(call))
+        matrices.append(view.matrix(call))
         return call.attend()
 
     with attending(network, watch):
         network.base_model(input_ids=ids, use_cache=False)
-    return found
+    return matrices
 
 
 def _subject(model: str, text: str, tokens: int) -> tuple[Any, Tensor, dict[str, Any]]:

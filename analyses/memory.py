@@ -6,10 +6,10 @@
 
 Protocol of Dive into Deep Learning, "Generation and the KV cache": 2 · layers · n_kv_heads · head_dim · tokens ·
 batch · bytes, for the GPT of `analyses.latency` at float32 72 KiB a token. Published: 72.0, 144.0 and 288.0 MiB at
-1,024, 2,048 and 4,096 tokens, the allocator as the formula; caching *views* of the fused QKV projection held twice
+1,024, 2,048 and 4,096 tokens, by allocator and formula alike; caching *views* of the fused QKV projection held twice
 that. Keys and values that are both views hold 1.5 times (multi-head attention: q, k and v for k and v). Under RoPE a
-turned key is new memory and the value's view keeps all three alive beside it: that is twice, and the row ``fused
-views, K turned``.
+turned key is new memory and the value's view keeps all three alive beside it: that is twice, the row ``fused views,
+K turned``.
 """
 
 from collections.abc import Sequence

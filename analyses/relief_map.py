@@ -5,7 +5,7 @@
 
 Dive into Deep Learning, "Generation and the KV cache", names the levers by the factor of the formula that they attack
 and measures two of them on GPT-2: a window with sinks, and a low rank of joint keys and values. Here every lever that
-can be pulled on a trained model as it is becomes a point, loss against bytes a token, by the text's protocol: 1,024
+a trained model takes without training becomes a point, loss against bytes a token, by the text's protocol: 1,024
 tokens without BOS, the 511 targets 513 to 1023, float32. Fewer key/value heads, a latent and linear attention need
 training.
 """

@@ -70,7 +70,7 @@ class Claim:
         if self.factor is not None:
             return self.value / self.factor <= ours <= self.value * self.factor
         room = self.abs if self.abs is not None else (self.rel or 0.0) * abs(self.value)
-        # what a unit's factor rounds is no difference
+        # rounding by a unit's factor is not a difference
         return abs(ours - self.value) <= room + 1e-9 * abs(self.value)
 
     @property
@@ -83,10 +83,10 @@ class Claim:
     def find(self, rows: list[Row]) -> float:
         """Ours, in the published unit: the field of the one row that ``where`` selects."""
         wanted = {name: None if value == "null" else value for name, value in self.where.items()}
-        found = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
-        if len(found) != 1:
-            raise ValueError(f"{self.block}, {self.what}: {len(found)} rows are {wanted}, and one must be")
-        return self.times * float(found[0][self.field])
+        matches = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+        if len(matches) != 1:
+            raise ValueError(f"{self.block}, {self.what}: {len(matches)} rows are {wanted}, and one must be")
+        return self.times * float(matches[0][self.field])
 
 
 def claims(path: Path = PUBLISHED) -> list[Claim]:
@@ -133,14 +133,14 @@ class Bench:
         return [{"phase": phase} | roofline.counted(decoder, phase, 2048) for phase in ("prefill", "cached")]
 
     def gqa(self) -> list[Row]:
-        """A row a head count of the kept results: a table is no reason to train for hours again."""
+        """A row a head count of the kept results: nothing is trained for hours to fill a table."""
         kept = self.results / "gqa.json"
         if not kept.is_file():
             raise KvprobeError("it takes hours of training: python -m analyses.gqa --cells DIRECTORY")
         try:
             run = Result.from_json(kept.read_text(encoding="utf-8")).run
-            found: list[Row] = run["summary"]
-            there = {row["n_kv_heads"] for row in found if math.isfinite(row["mean"])}
+            summary_rows: list[Row] = run["summary"]
+            there = {row["n_kv_heads"] for row in summary_rows if math.isfinite(row["mean"])}
             missing = [*run["missing"], *(f"{n} KV heads" for n in KV_HEADS if n not in there)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise KvprobeError(f"{kept} cannot be read: {error}") from error
@@ -149,7 +149,7 @@ class Bench:
             raise KvprobeError(f"the training kept in {kept} is not of the published protocol")
         if missing:
             raise KvprobeError(f"the training kept in {kept} is not finished: {'; '.join(missing)}")
-        return found
+        return summary_rows
 
     def blocks(self) -> dict[str, Callable[[], list[Row]]]:
         """The name of a block → how to find our rows of it."""
@@ -203,9 +203,9 @@ def run(
     """
     if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
         # mistyped, too
-        raise KvprobeError(f"there is no directory {model}: name the one that GPT-2's weights are in, or no MODEL")
+        raise KvprobeError(f"there is no directory {model}: name the one with GPT-2's weights, or leave out MODEL")
     if reference is not None:
-        # a mistyped file is the user's to mend, and no reason to leave rows out
+        # a mistyped file is the user's error, not a reason to leave rows out
         check_reference(Path(reference))
     try:
         identity = identify(model, reference=reference, trust=trust)
@@ -221,11 +221,11 @@ def run(
             reason += identity.because
         ours = None
         if reason is None:
-            found = done[claim.run] if claim.run in done else done.setdefault(claim.run, _try(blocks[claim.run]))
-            if isinstance(found, str):
-                reason = found
+            outcome = done[claim.run] if claim.run in done else done.setdefault(claim.run, _try(blocks[claim.run]))
+            if isinstance(outcome, str):
+                reason = outcome
             else:
-                ours, reason = _find(claim, found, quick)
+                ours, reason = _find(claim, outcome, quick)
         verdict = "not run here" if ours is None else "agrees" if claim.agrees(ours) else "differs"
         rows.append(
             {
@@ -283,7 +283,7 @@ def main(model: str, save: bool | None, **options: Any) -> None:
     """Print the table and keep it."""
     with progress_bar(quiet=False) as progress:
         result = run(model, **options, progress=progress)
-    # so many digits as a difference of 1e-7 and a bill of 2^20 bytes can both be read
+    # enough digits to read both a difference of 1e-7 and a bill of 2^20 bytes
     shown = [row | {name: _digits(row[name]) for name in ("published", "ours")} for row in result.rows]
     columns = ["block", "what", "published", "ours", "unit", "tolerance", "verdict"]
     show(Result("reproduce", shown, result.run), save=False, columns=columns, summary=summary(result))

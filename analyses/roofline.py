@@ -5,7 +5,7 @@
     python -m analyses.roofline smollm2-135m --context 1024 --batch 1 --batch 16
 
 Protocol of Dive into Deep Learning, "Generation and the KV cache": the GPT of `analyses.latency` at float32, a
-prefill of 2,048 tokens and one decode step at 2,048. Published, on a GPU that is not named: prefill 34 to 37 ms (55
+prefill of 2,048 tokens and one decode step at 2,048. Published, on an unnamed GPU: prefill 34 to 37 ms (55
 to 60 thousand tokens/s), decode 69 to 72 tokens/s; decode 247 MFLOP over 645 MB, 0.4 FLOP/B, prefill about 784, ridge
 point about 80, bandwidth ceiling about 1,550 tokens/s. The text counts the products with weights alone, in prefill
 with the logits of every token: ``published_flops`` and ``published_intensity``. ``flops`` and ``intensity`` are ours:

@@ -6,8 +6,8 @@
 
 Protocol of Dive into Deep Learning, "Generation and the KV cache": 3 blocks, 128 wide, 4 heads, a vocabulary of 97,
 random weights, 48 random tokens at float32: one pass over all of them against a prefill of 16 and 32 decode steps.
-Published, the greatest difference of any logit: RoPE 3.65e-7 (JAX 9.39e-7), learned positions 3.32e-7 (8.34e-7). What
-rounds where depends on kernels: the order of magnitude is what can be compared.
+Published, the greatest difference of any logit: RoPE 3.65e-7 (JAX 9.39e-7), learned positions 3.32e-7 (8.34e-7).
+Rounding depends on kernels: only the order of magnitude can be compared.
 """
 
 import click

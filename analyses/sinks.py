@@ -5,7 +5,7 @@
 
 Protocol of Dive into Deep Learning, "Generation and the KV cache": GPT-2 124M at float32, the first 1,024 tokens of
 The Time Machine without BOS, the mean over heads and over the queries 64 to 1023 of the weight on token 0. Published,
-by layer: .00 .01 .11 .30 .32 .51 .46 .57 .48 .48 .45 .34, where spread evenly it would be .003. A sink head gives
+by layer: .00 .01 .11 .30 .32 .51 .46 .57 .48 .48 .45 .34, against .003 if spread evenly. A sink head gives
 token 0 more than 0.3 (Gu et al., When attention sink emerges in language models).
 """
 

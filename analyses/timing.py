@@ -34,7 +34,7 @@ def compare(
     reference = times[next(iter(ways))]
     rows = []
     for name, taken in times.items():
-        ratio = statistics.median(mine / its for mine, its in zip(taken, reference, strict=True))
+        ratio = statistics.median(time / base for time, base in zip(taken, reference, strict=True))
         rows.append({"way": name, **in_ms(taken), "ratio": ratio})
     return rows
 

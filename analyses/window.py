@@ -6,7 +6,7 @@
 
 Protocol of Dive into Deep Learning, "Generation and the KV cache": window 256, which counts the query, absolute
 positions, sinks in addition. Published: 0 sinks 8.25 (perplexity 3842), 1 sink 3.86 (47), 4 sinks 3.76 (43), full
-3.58 (36) on the 511 targets 513 to 1023 of 1,024 tokens without BOS. The other sink choices ask what that rests on.
+3.58 (36) on the 511 targets 513 to 1023 of 1,024 tokens without BOS. The other sink choices ask why.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Where a language model's attention goes, how small its KV cache could be, and what that would cost.
 
 The few names that most work begins with. ``import kvprobe`` loads nothing heavy: each name imports what it needs when
-it is used. The experiments of the command line are functions of :mod:`kvprobe.experiments`, one a module.
+it is used. The measurements of the command line are in :mod:`kvprobe.experiments`, one a module.
 """
 
 # first: if this is the command, Ctrl-C is handled before anything slow is imported

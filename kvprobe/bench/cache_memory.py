@@ -1,4 +1,4 @@
-"""What does each kind of cache hold of the same tokens? Ours, Hugging Face's, and one that keeps views on purpose."""
+"""How much does each kind of cache hold? Ours, Hugging Face's, and one that keeps views on purpose."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from kvprobe.shape.spec import Spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class CacheUnderTest:
     """One kind of cache: the bytes its formula gives, and how to build it and let it read the tokens."""
 
     cache: str
@@ -55,32 +55,35 @@ def rows(
         # beside the cache itself the prefill of its tokens, and the fused projection is larger than either
         need = int((2 + spec.n_heads / (2 * max(1, spec.n_kv_heads))) * _unbounded(shape).total(context, batch=batch))
         check_memory(f"a cache of {context:,} tokens, batch {batch}", need, loaded.device)
-    found = []
+    if own_shape(spec) is not None:
+        slots = rolling_bytes(shape, window=max(1, window), n_sink=max(0, n_sink), batch=batch)
+        check_memory(f"a rolling cache of {window + n_sink:,} tokens", slots, loaded.device, hint="a smaller --window")
+    table = []
     for context in contexts:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(spec.vocab_size, (batch, context), generator=generator).to(loaded.device)
-        holders = [*_own(loaded, shape, batch, context, window, n_sink), *_foreign(loaded, shape, ids)]
-        for done, holder in enumerate(holders):
-            progress(f"caches at {context:,} tokens", done, len(holders))
-            _, it = measure(holder.make, loaded.device)
-            found.append(
+        caches = [*_own(loaded, shape, batch, context, window, n_sink), *_foreign(loaded, shape, ids)]
+        for done, tested in enumerate(caches):
+            progress(f"caches at {context:,} tokens", done, len(caches))
+            _, held = measure(tested.make, loaded.device)
+            table.append(
                 {
                     "context": context,
                     "batch": batch,
-                    "cache": holder.cache,
-                    "formula_bytes": holder.formula_bytes,
-                    "measured_bytes": it.measured_bytes,
-                    "pinned_bytes": it.pinned_bytes,
-                    "excess_bytes": it.measured_bytes - holder.formula_bytes,
-                    "ratio": it.measured_bytes / holder.formula_bytes,
+                    "cache": tested.cache,
+                    "formula_bytes": tested.formula_bytes,
+                    "measured_bytes": held.measured_bytes,
+                    "pinned_bytes": held.pinned_bytes,
+                    "excess_bytes": held.measured_bytes - tested.formula_bytes,
+                    "ratio": held.measured_bytes / tested.formula_bytes,
                 }
             )
-        progress(f"caches at {context:,} tokens", len(holders), len(holders))
-    return found
+        progress(f"caches at {context:,} tokens", len(caches), len(caches))
+    return table
 
 
 def own_shape(spec: Spec) -> CacheShape | None:
-    """What kvprobe's caches must know of the model; None where it keeps other things than one K and V a KV head."""
+    """What kvprobe's caches must know of the model; None unless it keeps one K and one V for each KV head."""
     if not spec.keeps_plain_kv:
         return None
     return CacheShape(n_layers=spec.n_layers, n_kv_heads=spec.n_kv_heads, head_dim=spec.head_dim, windows=spec.windows)
@@ -109,7 +112,7 @@ def fused_views(
     return kept
 
 
-def _own(loaded: Loaded, shape: Bill, batch: int, context: int, window: int, n_sink: int) -> Iterator[Holder]:
+def _own(loaded: Loaded, shape: Bill, batch: int, context: int, window: int, n_sink: int) -> Iterator[CacheUnderTest]:
     spec = loaded.spec
     own = own_shape(spec)
     if own is None:
@@ -119,13 +122,13 @@ def _own(loaded: Loaded, shape: Bill, batch: int, context: int, window: int, n_s
     rolling = partial(RollingCache, own, window=window, n_sink=n_sink, **place)
     formula = shape.total(context, batch=batch)
     slots = rolling_bytes(shape, window=window, n_sink=n_sink, batch=batch)
-    yield Holder(cache="full", formula_bytes=formula, make=lambda: _fed(full(), context))
-    yield Holder(cache="rolling", formula_bytes=slots, make=lambda: _fed(rolling(), context))
+    yield CacheUnderTest(cache="full", formula_bytes=formula, make=lambda: _fed(full(), context))
+    yield CacheUnderTest(cache="rolling", formula_bytes=slots, make=lambda: _fed(rolling(), context))
     every = _unbounded(shape).total(context, batch=batch)
-    yield Holder(cache="fused views", formula_bytes=every, make=partial(fused_views, spec, context, **place))
+    yield CacheUnderTest(cache="fused views", formula_bytes=every, make=partial(fused_views, spec, context, **place))
 
 
-def _foreign(loaded: Loaded, shape: Bill, ids: Tensor) -> Iterator[Holder]:
+def _foreign(loaded: Loaded, shape: Bill, ids: Tensor) -> Iterator[CacheUnderTest]:
     batch, context = ids.shape
     formula, model = shape.total(context, batch=batch), loaded.model
 
@@ -139,8 +142,8 @@ def _foreign(loaded: Loaded, shape: Bill, ids: Tensor) -> Iterator[Holder]:
 
         return _read(model, ids, StaticCache(config=model.config, max_cache_len=context))
 
-    yield Holder(cache="hf dynamic", formula_bytes=formula, make=dynamic)
-    yield Holder(cache="hf static", formula_bytes=formula, make=static)
+    yield CacheUnderTest(cache="hf dynamic", formula_bytes=formula, make=dynamic)
+    yield CacheUnderTest(cache="hf static", formula_bytes=formula, make=static)
 
 
 def _fed(cache: KVCache, context: int) -> KVCache:

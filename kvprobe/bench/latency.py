@@ -1,8 +1,8 @@
 """How long does a token take, at which context and batch, and how near is that to what the machine could do?
 
-Four ways to spend time, timed apart: ``prefill`` reads a prompt into a cache; ``cached`` is one decode step on a full
+Four phases, timed separately: ``prefill`` reads a prompt into a cache; ``cached`` is one decode step on a full
 cache; ``naive`` is a token without a cache, the whole context read again; ``end_to_end_*`` is a prompt and then many
-tokens, as a user waits for them. Drawing the token from the logits is in the last ones alone.
+tokens, as a user waits for them. Only the last includes drawing the token from the logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ PHASES = ("naive", "cached", "prefill")
 class Observation:
     """One phase at one context and batch: what was timed, how many tokens a run gave, and the work they needed.
 
-    ``context`` counts the tokens attended to, the newest included; of ``end_to_end_*`` it is the prompt. ``step`` is
+    ``context`` counts the tokens attended to, the newest included; for ``end_to_end_*`` it is the prompt. ``step`` is
     "numba" or "torch": what decoded, or in a prefill what read the prompt.
     """
 
@@ -76,9 +76,9 @@ class Bench:
     """How to time a decoder.
 
     At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``engine`` is the kind
-    that reads prompts and decodes (:mod:`kvprobe.generation.engines`). What making the first of each kind ready took is
-    in ``start_ups``, notes on why it is not the compiled one in ``notes``, what else ran in ``watch``: all fill as rows
-    are timed.
+    that reads prompts and decodes (:mod:`kvprobe.generation.engines`). ``start_ups`` has the seconds
+    that the first engine of each kind took to get ready, ``notes`` why it is not the compiled one, ``watch`` what else
+    ran: all fill as rows are timed.
     """
 
     decoder: Decoder
@@ -99,7 +99,7 @@ class Bench:
 
         A prefill or a naive pass of 64 rows would take minutes and say nothing new: both are bound by arithmetic
         already. Raises ValueError for an unknown phase, a context beyond the model's positions or below 1; KvprobeError
-        where cache and activations would not fit the free memory. Both come before anything is timed.
+        where cache and activations would not fit the free memory. Both are raised before anything is timed.
         """
         if unknown := sorted(set(phases) - set(PHASES)):
             raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {unknown[0]!r}")
@@ -115,8 +115,8 @@ class Bench:
     def end_to_end(self, n_prompt: int, n_new: int, *, naive_samples: int | None = None) -> Iterator[Observation]:
         """``n_new`` tokens after a prompt of ``n_prompt``, with a cache (prefill, then greedy decode) and without.
 
-        Without a cache only ``naive_samples`` of the tokens, spread evenly, are timed, if given, and the mean stands
-        for the others. Raises ValueError as :meth:`measure` does, and for numbers below 1.
+        If ``naive_samples`` is given, only so many tokens without a cache are timed, spread evenly, and their mean
+        stands for the others. Raises ValueError as :meth:`measure` does, and for numbers below 1.
         """
         samples = n_new if naive_samples is None else naive_samples
         for name, value in (("prompt", n_prompt), ("new tokens", n_new), ("naive samples", samples)):
@@ -137,24 +137,24 @@ class Bench:
             for context in contexts:
                 ids = self._ids(batch, context)
                 cache = self.decoder.full_cache(context, batch=batch, bound_local=True)
-                mine = phases if batch == batches[0] else [phase for phase in phases if phase == "cached"]
-                whole = partial(
+                chosen = phases if batch == batches[0] else [phase for phase in phases if phase == "cached"]
+                observed = partial(
                     Observation,
                     context=context,
                     batch=batch,
                     works=(shape.prefill(context, batch=batch),),
                 )
-                if "naive" in mine:
+                if "naive" in chosen:
                     timing = self._time("naive", context, batch, partial(reread, self.decoder, ids))
-                    yield whole(phase="naive", n_tokens=batch, timing=timing, step="torch")
-                if "prefill" in mine:
+                    yield observed(phase="naive", n_tokens=batch, timing=timing, step="torch")
+                if "prefill" in chosen:
                     cache.reset()
                     engine = self._engine(cache)
                     by = engine.reads(context)
                     timing = self._time("prefill", context, batch, partial(engine.prefill, ids), prepare=cache.reset)
                     self._note(engine)
-                    yield whole(phase="prefill", n_tokens=batch * context, timing=timing, step=by)
-                if "cached" in mine:
+                    yield observed(phase="prefill", n_tokens=batch * context, timing=timing, step=by)
+                if "cached" in chosen:
                     self._fill(cache, ids)
                     yield self._cached(cache, ids[:, -1], context, shape)
 
@@ -181,7 +181,7 @@ class Bench:
     def _end_to_end(self, n_prompt: int, n_new: int, samples: int) -> Iterator[Observation]:
         shape, clock = Shape.of(self.decoder), self._clock
         ids = self._ids(1, n_prompt + n_new)
-        whole = partial(Observation, context=n_prompt, batch=1, n_tokens=n_new)
+        observed = partial(Observation, context=n_prompt, batch=1, n_tokens=n_new)
         cache = self.decoder.full_cache(n_prompt + n_new - 1, bound_local=True)
         engine = self._engine(cache)
         self._first_step(engine, ids[:, :1])
@@ -197,7 +197,7 @@ class Bench:
             taken = clock() - started
         works = (shape.prefill(n_prompt), *(shape.decode(n_prompt + i) for i in range(1, n_new)))
         timing = Timing((taken,))
-        yield whole(phase="end_to_end_cached", step=engine.name, timing=timing, works=works)
+        yield observed(phase="end_to_end_cached", step=engine.name, timing=timing, works=works)
         taken = 0.0
         for done in range(samples):
             self.progress("end to end, naive", done, samples, "tokens")
@@ -210,7 +210,7 @@ class Bench:
         self.progress("end to end, naive", samples, samples, "tokens")
         works = tuple(shape.prefill(n_prompt + i) for i in range(n_new))
         timing = Timing((taken * n_new / samples,))
-        yield whole(phase="end_to_end_naive", step="torch", timing=timing, works=works)
+        yield observed(phase="end_to_end_naive", step="torch", timing=timing, works=works)
 
     def _engine(self, cache: KVCache) -> Engine:
         engine = engines.engine(self.decoder, cache, self.engine)
@@ -219,7 +219,7 @@ class Bench:
         return engine
 
     def _first_step(self, engine: Engine, token: Tensor) -> None:
-        """The first step; what it and making ready took is start-up where it is the first of its kind."""
+        """Decode once; for the first engine of a kind, this step and getting ready count as start-up."""
         started = self._clock()
         engine.decode(token)
         self.start_ups.setdefault(f"{engine.name} step", self._clock() - started)
@@ -233,7 +233,7 @@ class Bench:
         what = f"{phase}, {context:,} tokens" + (f", batch {batch:,}" if batch > 1 else "")
         ticks = settings.get("warm_up", 1) + self.repeats
         with self.watch.span():
-            found = timed(
+            timing = timed(
                 run,
                 clock=self._clock,
                 repeats=self.repeats,
@@ -242,7 +242,7 @@ class Bench:
                 **settings,
             )
         self.progress(what, ticks, ticks)
-        return found
+        return timing
 
     @property
     def _clock(self) -> Clock:
@@ -254,15 +254,15 @@ class Bench:
         return ids.to(self.decoder.embedding.weight.device)
 
     def _fill(self, cache: KVCache, ids: Tensor) -> None:
-        """The cache as after a prefill. Every row holds the first one's keys: as many bytes, in places of their own."""
+        """The cache as after a prefill. Every row is a copy of the first: as many bytes as if filled row by row."""
         if cache.length == ids.shape[1]:
             return
-        one = cache if cache.batch == 1 else self.decoder.full_cache(ids.shape[1], bound_local=True)
-        self._engine(one).prefill(ids[:1])
-        for mine, its in zip([*cache.keys, *cache.values], [*one.keys, *one.values], strict=True):
-            if mine is not its:
-                mine.copy_(its.expand_as(mine))
-        cache.length = one.length
+        filled = cache if cache.batch == 1 else self.decoder.full_cache(ids.shape[1], bound_local=True)
+        self._engine(filled).prefill(ids[:1])
+        for target, source in zip([*cache.keys, *cache.values], [*filled.keys, *filled.values], strict=True):
+            if target is not source:
+                target.copy_(source.expand_as(target))
+        cache.length = filled.length
 
     def _activation_bytes(self, n_tokens: int, batch: int) -> int:
         config, weight = self.decoder.config, self.decoder.embedding.weight

@@ -17,7 +17,7 @@ import torch
 
 from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.decoder.model import Decoder
-from kvprobe.decoder.pool_kv_heads import share_heads
+from kvprobe.decoder.pool_kv_heads import pool_kv_heads
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import disk_error, try_lock
 from kvprobe.files.whole import write_whole
@@ -167,7 +167,7 @@ class RunStore:
             decoder, before = seeded(cell.config, seed=cell.plan.seed).to(cell.device), {}
         else:
             parent = self.weights(cell.parent)
-            decoder = share_heads(parent, cell.config.n_kv_heads)
+            decoder = pool_kv_heads(parent, cell.config.n_kv_heads)
             losses = [validate(model, cell.corpus, cell.plan) for model in (parent, decoder)]
             self._check_weights(cell.parent, losses[0])
             before = {"loss_before": losses[0], "loss_pooled": losses[1], "uptrain_steps": cell.plan.steps}

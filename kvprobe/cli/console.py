@@ -35,7 +35,7 @@ def progress_bar(quiet: bool) -> Iterator[Progress]:
 
 
 def _watchful(progress: Progress) -> Progress:
-    """The same, but its next step raises a Ctrl-C that Python dropped."""
+    """The same, but each step raises a Ctrl-C that Python dropped."""
 
     def step(what: str, done: int, total: int | None, unit: str = "") -> None:
         interrupts.check()

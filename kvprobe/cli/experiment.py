@@ -29,7 +29,7 @@ def options_of(experiment: type[Experiment]) -> Callable[[Command], Command]:
 
 
 def settings_from(experiment: type[Experiment], options: dict[str, Any]) -> dict[str, Any]:
-    """The settings that were given; what is left out takes the experiment's own default."""
+    """The settings that were given; the others keep the experiment's default."""
     given = {name: options[name] for name in settings_of(experiment)}
     return {name: value for name, value in given.items() if value is not None and value != ()}
 
@@ -58,7 +58,7 @@ def ask(experiment: Experiment, model: str, options: dict[str, Any], **more: Any
 
 
 def draw(result: Result, experiment: type[Experiment], options: dict[str, Any]) -> None:
-    """Draw the picture where ``--plot`` asks for one."""
+    """Draw the picture if ``--plot`` asks for one."""
     if options["plot"]:
         from kvprobe.cli.console import save_plot
 
@@ -66,7 +66,7 @@ def draw(result: Result, experiment: type[Experiment], options: dict[str, Any]) 
 
 
 def command_of(experiment: type[Experiment]) -> click.Command:
-    """The command of an experiment that needs no words of its own."""
+    """The command of an experiment that needs no code of its own."""
 
     def command(model: str, **options: Any) -> None:
         result = ask(experiment(**settings_from(experiment, options)), model, options)

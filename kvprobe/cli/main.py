@@ -1,6 +1,6 @@
 """The command line: which question does each command ask? Thin: options in, one result out, errors in one line."""
 
-# first: while the rest is imported, Ctrl-C is in hand as well
+# first, so that Ctrl-C is handled while the rest is imported
 from kvprobe import interrupts
 
 interrupts.guard()
@@ -53,10 +53,10 @@ PLOT_ENDINGS = (".svg", ".png", ".pdf")
 
 
 class _Countable:
-    """Of a type of integers: those that a machine could count to, so that no size computed from one overflows."""
+    """For a type of integers: at most 2^40, so that no size computed from one overflows."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number; a usage error for one that is none, or beyond 2^40."""
+        """The number; a usage error for anything else, or beyond 2^40."""
         number: int = super().convert(value, param, ctx)  # type: ignore[misc]
         if abs(number) > 2**40:
             raise click.BadParameter(f"{number} is beyond 2^40, more than any machine holds", ctx, param)
@@ -64,18 +64,18 @@ class _Countable:
 
 
 class Count(_Countable, click.types.IntParamType):
-    """An integer; what it may not be, the library says."""
+    """An integer; the library refuses what is out of range."""
 
 
 COUNT = Count()
 
 
 class CountFrom(_Countable, click.IntRange):
-    """An integer of at least so much."""
+    """An integer with a lower bound."""
 
 
 class Finite(click.FloatRange):
-    """A number of a range; neither infinity nor nan is one."""
+    """A finite number in a range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number, or a usage error."""
@@ -86,10 +86,10 @@ class Finite(click.FloatRange):
 
 
 class LazyGroup(click.Group):
-    """Imports a command when it is asked for, so that ``--help`` waits for nothing heavy."""
+    """Imports a command only when it is asked for, so that ``--help`` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands in the order of a first acquaintance, not of the alphabet."""
+        """The commands in the order in which to get to know them, not alphabetical."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -111,7 +111,7 @@ def cli() -> None:
       kvprobe sinks smollm2-135m
 
     MODEL is a pulled name, a local directory, a GGUF file or a hub id such as gpt2 (the default).
-    `kvprobe models` lists what can be loaded here. `kvprobe COMMAND --help` explains each command.
+    `kvprobe models` lists the models on this machine. `kvprobe COMMAND --help` explains each command.
     """
     from kvprobe.files.store import sweep_all
 
@@ -132,7 +132,9 @@ def with_options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]
 def model_options() -> tuple[Callable[[Any], Any], ...]:
     """The options that say how a model is loaded and what is drawn."""
     return (
-        click.option("--device", default="auto", show_default=True, help="cpu, cuda, mps, or auto: the best here."),
+        click.option(
+            "--device", default="auto", show_default=True, help="cpu, cuda, mps, or auto: the best available."
+        ),
         click.option(
             "--dtype",
             type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -172,12 +174,12 @@ def output_options() -> tuple[Callable[[Any], Any], ...]:
 
 
 def quiet_option() -> Callable[[Any], Any]:
-    """Silence on standard error."""
+    """The option that silences standard error."""
     return click.option("--quiet", is_flag=True, help="No progress and no notices.")
 
 
 def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callable[[Any], Any], ...]:
-    """The options that choose the text; ``tokens`` None is a default that the command finds out, said in ``unless``."""
+    """The options that choose the text; ``tokens`` None: the command finds the default, described in ``unless``."""
     return (
         click.option(
             "--text",
@@ -197,7 +199,7 @@ def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callab
             type=click.Choice(["auto", "add", "drop"]),
             default="auto",
             show_default=True,
-            help="Begin-of-sequence token: as the tokenizer does by itself, always, or none but the text's own.",
+            help="Begin-of-sequence token: as the tokenizer does by itself, always, or only if the text has one.",
         ),
     )
 
@@ -211,12 +213,12 @@ def common(command: Command) -> Command:
 
 
 def passage_options(command: Command) -> Command:
-    """The options that choose the text, of a command that reads it with the weights of a model."""
+    """The options that choose the text, for a command that reads it with a model."""
     return with_options(*text_options())(checked_first(command))
 
 
 def checked_first(command: Command, *, weights: bool = True) -> Command:
-    """Refuses a model by its files' headers (`kvprobe.models.loading.check`) before anything slow is imported."""
+    """Refuse a model by its files' headers (`kvprobe.models.loading.check`) before anything slow is imported."""
 
     @functools.wraps(command)
     def checked(*arguments: Any, **options: Any) -> Any:
@@ -232,7 +234,7 @@ def checked_first(command: Command, *, weights: bool = True) -> Command:
 
 
 def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "Loaded":
-    """The model of a command with the ``common`` options; with ``--random-weights`` one of its shape."""
+    """The model of a command with the ``common`` options; with ``--random-weights`` a random one of the same shape."""
     device = None if options["device"] == "auto" else options["device"]
     if options.get("random_weights"):
         from kvprobe.models.random_weights import load_random
@@ -250,15 +252,15 @@ def engine_option(command: Command) -> Command:
         type=click.Choice(["auto", "numba", "torch"]),
         default="auto",
         show_default=True,
-        help="What reads prompts and decodes: compiled code (numba), the readable decoder (torch), or by rule "
-        "compiled code where it knows the CPU, the model and the cache.",
+        help="What reads prompts and decodes: compiled code (numba), the readable decoder (torch), or auto: compiled "
+        "code if it supports the CPU, the model and the cache.",
     )(command)
 
 
 def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **more: Any) -> "Subject":
     """The model and passage of a command with the ``common`` and ``passage_options``.
 
-    ``more`` goes to :func:`kvprobe.models.subject.prepare` too, and before the options.
+    ``more`` goes to :func:`kvprobe.models.subject.prepare` too and overrides the options.
     """
     from kvprobe.cli.console import notice
     from kvprobe.models.subject import prepare
@@ -277,9 +279,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(command: click.Command, arguments: list[str] | None = None, *, name: str) -> None:
-    """Run ``command`` as a program and exit: 0, 1 for what the user can mend, 2 for usage, 130 for Ctrl-C.
+    """Run ``command`` as a program and exit: 0, 1 for an error, 2 for usage, 130 for Ctrl-C.
 
-    SIGTERM clears up as Ctrl-C does, and exits with 143.
+    SIGTERM cleans up as Ctrl-C does and exits with 143.
     """
     done = interrupts.work()
     try:
@@ -292,8 +294,8 @@ def run(command: click.Command, arguments: list[str] | None = None, *, name: str
             done()
         status = _interrupted() or (value if isinstance(value, int) else 0)
     except BaseException as error:
-        # Ctrl-C inside an import of a library can come out as any error of that library's own, and a panic of one that
-        # is written in Rust is no Exception
+        # Ctrl-C while a library is imported can come out as any of its own errors, and a panic of one written in Rust
+        # is not an Exception
         if interrupts.seen() is None and isinstance(error, click.Abort | KeyboardInterrupt):
             status = _told("kvprobe: interrupted", 130)
         else:
@@ -304,13 +306,13 @@ def run(command: click.Command, arguments: list[str] | None = None, *, name: str
 
 
 def _interrupted() -> int:
-    """The exit code of a command that a signal ends, which is told in one line; 0 where there was none."""
+    """The exit code of a command that a signal ended, reported in one line; 0 without a signal."""
     number = interrupts.seen()
     return 0 if number is None else _told(interrupts.SAID[number], 128 + number)
 
 
 def _status_of(error: BaseException) -> int:
-    """The exit code of an error, which is told in one line; what is not for users to see is raised again."""
+    """The exit code of an error, reported in one line; errors for developers are raised again."""
     if isinstance(error, click.ClickException):
         said = io.StringIO()
         error.show(said)
@@ -325,8 +327,8 @@ def _status_of(error: BaseException) -> int:
 
 
 def _told(line: str, status: int, *, keep: str = "") -> int:
-    short = _LONG_NUMBER.sub(lambda found: f"{found[0][:20]}… ({len(found[0])} digits)", line)
-    # where standard error is gone, the exit code still says it
+    short = _LONG_NUMBER.sub(lambda match: f"{match[0][:20]}… ({len(match[0])} digits)", line)
+    # if standard error is gone, the exit code still says it
     with suppress(OSError):
         click.echo(visible(short, keep=keep), err=True)
     return status
@@ -337,11 +339,11 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, KvprobeError | ValueError):
         return text
     if isinstance(error, RecursionError):
-        return "a file is nested too deep to be read: none that a model or kvprobe itself writes is"
+        return "a file is nested too deeply to be read; no file of a model or of kvprobe is"
     if isinstance(error, OverflowError):
-        return f"a number is too large or not finite ({text}): look through the options"
+        return f"a number is too large or not finite ({text}): check the options"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return "the disk is full: make room, or write to another place"
+        return "the disk is full: free some space, or write to another place"
     if isinstance(error, OSError):
         return f"{error.strerror}: {error.filename}" if error.strerror and error.filename else text
     if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text.lower():
@@ -356,7 +358,7 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: str | None)
 
 
 def checked_parent(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """A click callback: the file can be written, and ``--out`` and ``--plot`` are not the same; else a usage error."""
+    """A click callback: a usage error unless the file can be written and ``--out`` and ``--plot`` differ."""
     if value == "":
         raise click.BadParameter("a file name is needed", ctx, param)
     other = ctx.params.get("out" if param.name == "plot" else "plot")

@@ -17,8 +17,8 @@ from kvprobe.decoder.model import Attend, Decoder
 class Engine(Protocol):
     """What reads prompts and decodes, bound to one decoder and one cache.
 
-    ``name`` is "torch" or "numba"; ``note`` says why it is not the compiled one, or None. ``start_up_s`` are the
-    seconds that making ready took, compilation included, by what was made: "numba step", "numba reader".
+    ``name`` is "torch" or "numba"; ``note`` says why it is not the compiled one, or None. ``start_up_s`` has the
+    seconds that getting ready took, compilation included, by what was made: "numba step", "numba reader".
     """
 
     name: str
@@ -27,19 +27,19 @@ class Engine(Protocol):
     cache: KVCache
 
     def reads(self, n_tokens: int) -> str:
-        """What would read ``n_tokens`` more tokens a row: "torch" or "numba". By a rule, which measures nothing."""
+        """What would read ``n_tokens`` more tokens a row: "torch" or "numba". A rule decides; nothing is measured."""
         ...
 
     def ready(self, n_prompt: int = 0) -> None:
-        """Make ready now, and not at first use, for a prompt of ``n_prompt`` tokens a row and for decoding."""
+        """Get ready now, rather than at first use, for a prompt of ``n_prompt`` tokens a row and for decoding."""
         ...
 
     def prefill(self, ids: Tensor, *, pads: Tensor | None = None, chunk: int | None = None) -> Tensor:
         """Feed a prompt ``[batch, length]`` after what the cache holds; the logits after it, ``[batch, vocab]``.
 
-        ``chunk`` is the most tokens at once (default: all, and a window's worth into a rolling cache, so that memory
+        ``chunk`` is the most tokens at once (default: all, or as many as the window of a rolling cache, so that memory
         does not grow with the prompt); the result is the same in any chunks. ``pads`` int ``[batch]`` is the left
-        padding of each row, of a cache that is still empty. Raises ValueError, before anything is written, where the
+        padding of each row, for a cache that is still empty. Raises ValueError, before anything is written, if the
         cache or the model's positions do not suffice.
         """
         ...
@@ -61,7 +61,7 @@ class TorchEngine:
         self, decoder: Decoder, cache: KVCache, *, attend: Attend = AttentionCall.attend, note: str | None = None
     ) -> None:
         if cache.shape != decoder.config.cache_shape:
-            raise ValueError(f"the cache is of another model: {cache.shape}, not {decoder.config.cache_shape}")
+            raise ValueError(f"the cache belongs to another model: {cache.shape}, not {decoder.config.cache_shape}")
         self.note, self.start_up_s = note, dict[str, float]()
         self.decoder, self.cache, self._attend = decoder, cache, attend
 
@@ -70,7 +70,7 @@ class TorchEngine:
         return "torch"
 
     def ready(self, n_prompt: int = 0) -> None:
-        """As :class:`Engine` says: there is nothing to make."""
+        """As :class:`Engine` says: there is nothing to prepare."""
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, *, pads: Tensor | None = None, chunk: int | None = None) -> Tensor:
@@ -87,7 +87,7 @@ class TorchEngine:
             cache.pads = pads
         cache.check(*ids.shape)
         if cache.pads is not None and int(cache.pads.max()) >= cache.length + ids.shape[1]:
-            raise ValueError(f"a row is nothing but padding: {cache.pads.tolist()} of {ids.shape[1]} tokens")
+            raise ValueError(f"a row is only padding: {cache.pads.tolist()} of {ids.shape[1]} tokens")
         for part in ids.split(chunk, dim=1):
             x = self._read(part)
         return self.decoder.logits(x)
@@ -97,12 +97,12 @@ class TorchEngine:
         """As :class:`Engine` says."""
         x = self.decoder.body(tokens, cache=self.cache, attend=self._attend)
         if tokens.shape[1] == 1:
-            # the product of a matrix and one vector a row, as it has always been rounded
+            # one product of a matrix and a vector a row: it rounds otherwise than the product of several
             return self.decoder.logits(x[:, -1])[:, None]
         return self.decoder.logits(x)
 
     def _read(self, ids: Tensor) -> Tensor:
-        """What :meth:`Decoder.body` gives of the last of ``ids``: ``[batch, hidden]``."""
+        """What :meth:`Decoder.body` gives for the last of ``ids``: ``[batch, hidden]``."""
         with widening(self.decoder, ids.shape[1]):
             return self.decoder.body(ids, cache=self.cache, attend=self._attend)[:, -1]
 
@@ -117,8 +117,8 @@ def reread(decoder: Decoder, ids: Tensor, pads: Tensor | None = None) -> Tensor:
 def one_thread(active: bool = True) -> Iterator[None]:
     """Inside, torch works on one thread if ``active``: compiled code has threads of its own.
 
-    Two pools on the same cores take turns at them: the few small operations between two compiled steps would cost
-    more than the steps.
+    Two pools compete for the same cores: the few small operations between two compiled steps would cost more than
+    the steps.
     """
     n_threads = torch.get_num_threads()
     if not active or n_threads == 1:

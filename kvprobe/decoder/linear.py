@@ -1,7 +1,7 @@
 """How is a prompt read in 16 bits by a processor that multiplies 16 bits slowly? With its weights widened first.
 
-The decoder stays as it is written: inside :func:`widening` torch's own ``linear`` and attention are answered by the
-same in float32, a matrix at a time, rounded once at the end.
+The decoder stays as it is written: inside :func:`widening` torch's own ``linear`` and attention are computed in
+float32, a matrix at a time, and rounded once at the end.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ from torch.overrides import TorchFunctionMode
 
 from kvprobe.decoder.model import Decoder
 
-# shorter prompts take torch's own: there is little to gain
+# shorter prompts run as they are: there is little to gain
 FEWEST_TOKENS = 64
 
 
 @contextmanager
 def widening(decoder: Decoder, n_tokens: int) -> Iterator[bool]:
-    """Inside, a forward of ``n_tokens`` tokens a row is widened where that is faster; yields whether it is.
+    """Inside, a forward of ``n_tokens`` tokens a row is widened if that is faster; yields whether it is.
 
-    That is by rule: bfloat16 on a CPU without instructions for it, from `FEWEST_TOKENS` on.
+    The rule: bfloat16 on a CPU without instructions for it, from `FEWEST_TOKENS` on.
     """
     weight = decoder.embedding.weight
     slow = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not multiplies_16_bits()
@@ -40,7 +40,7 @@ def multiplies_16_bits() -> bool:
 
 
 class _Widened(TorchFunctionMode):
-    """Answers ``F.linear`` and attention in float32; everything else is torch's."""
+    """Computes ``F.linear`` and attention in float32; everything else is torch's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

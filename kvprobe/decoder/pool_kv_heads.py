@@ -1,4 +1,4 @@
-"""What becomes of a trained decoder whose query heads must share keys and values? Its K and V heads, pooled by mean."""
+"""How does a trained decoder get fewer key/value heads? Groups of neighbours are pooled by their mean."""
 
 from dataclasses import replace
 
@@ -9,12 +9,12 @@ from kvprobe.decoder.model import Attention, Decoder
 
 
 @torch.no_grad()
-def share_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
+def pool_kv_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
     """The decoder with ``n_kv_heads`` key/value heads, each the mean of a group of neighbours (Ainslie et al., 2023).
 
-    The projections of K and V, and their biases, are averaged; all else is copied, and the decoder given is left as it
-    was. A query head then reads the mean of what its group's heads were, of keys and values; where a family normalises
-    keys behind their projection (qwen3, gemma3) the keys are that mean normalised, which is another one. Raises
+    The projections of K and V, and their biases, are averaged; all else is copied, and the decoder given is unchanged.
+    A query head then reads the mean of its group's keys and values; if a family normalises keys after their projection
+    (qwen3, gemma3) its keys are the normalised mean, not the mean of normalised keys. Raises
     ValueError unless ``n_kv_heads`` divides the decoder's: heads can only be merged, and only into groups of one size.
     """
     has = decoder.config.n_kv_heads

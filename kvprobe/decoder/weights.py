@@ -54,5 +54,5 @@ def load_weights(decoder: nn.Module, model: nn.Module) -> None:
 def _family(model: nn.Module) -> Family:
     name = family_of(model)
     if name not in FAMILIES:
-        raise UnsupportedModelError(f"the decoder has no family {name}; it reads {', '.join(FAMILIES)}")
+        raise UnsupportedModelError(f"unknown family {name}: the decoder reads {', '.join(FAMILIES)}")
     return FAMILIES[name]

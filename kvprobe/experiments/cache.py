@@ -1,4 +1,4 @@
-"""What does a KV cache cost by the model's shape alone, and what would each lever make of it? No torch in here."""
+"""What does a KV cache cost by the model's shape alone, and what would each lever leave of it? No torch in here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ class KnownShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache(Experiment):
-    """What does the KV cache cost, by the configuration alone, and which lever would make it how much smaller?
+    """What does the KV cache cost, by the configuration alone, and how much smaller would each lever make it?
 
     Needs no weights, and no network for the published models that kvprobe knows by name (gpt2, llama-2-70b,
     deepseek-v3, …: an unknown name lists them); any other MODEL by its config.json. A family is known (its config is
@@ -47,11 +47,11 @@ class Cache(Experiment):
 
     \b
     Columns: support          known or plain: how the family's config was read (json and csv)
-             bytes            of the cache after so many tokens of each sequence, for the whole batch
+             bytes            of the cache at this context, for the whole batch
              bytes_per_token  of one more token of one sequence at this context
-             relief           bytes of the model as it is over those of the row
+             relief           bytes of the unchanged model over those of the row
              outweighs_at     first context at which the cache is larger than the weights (-: never)
-             stops_at         context from which on nothing grows any more (-: never)
+             stops_at         context from which the cache no longer grows (-: never)
 
     \b
     Examples:
@@ -83,10 +83,10 @@ class Cache(Experiment):
         shown="1024, 8192 and all positions of the model",
     )
     batch: int = setting(1, "Sequences held at once.")
-    dtype: str = setting("float32", "Of the cache and of the weights.", choices=tuple(DTYPE_BYTES), common=True)
-    window: int = setting(1024, "Of the window lever: last tokens kept.")
+    dtype: str = setting("float32", "Dtype of the cache and of the weights.", choices=tuple(DTYPE_BYTES), common=True)
+    window: int = setting(1024, "Last tokens that the window lever keeps.")
     n_sink: int = setting(4, "Sink tokens that the window lever keeps.", flag="--sinks")
-    rank: int | None = setting(None, "Of the latent lever.", kind=int, shown="a quarter of the width of K and V")
+    rank: int | None = setting(None, "Rank of the latent lever.", kind=int, shown="a quarter of the width of K and V")
     weights_bytes: float | None = setting(
         None,
         "Weights to compare with, such as 140e9.",
@@ -151,7 +151,7 @@ class Cache(Experiment):
             lines.append(f"weights {Amount(run['weights_bytes'])} ({count}{run['weights_source']})")
         if run["max_positions"] is not None and max(run["contexts"]) > run["max_positions"]:
             lines.append(f"the model has {run['max_positions']:,} positions: contexts beyond them are arithmetic only")
-        lines.append("memory only: what a lever costs in loss, kvprobe lowrank and kvprobe window measure")
+        lines.append("memory only: kvprobe relief measures what the levers cost in loss")
         return lines
 
     @classmethod
@@ -173,7 +173,7 @@ class Cache(Experiment):
 def find_shape(model: str, *, progress: Progress = silent) -> KnownShape:
     """The model's shape, and what a run record says of it; a directory or file goes before a published name.
 
-    Raises KvprobeError for a name that means nothing here, naming the published shapes that need no network.
+    Raises KvprobeError for an unknown name, listing the published shapes that need no network.
     """
     item = published.look_up(model)
     if item is not None and not Path(model).is_dir():
@@ -182,13 +182,13 @@ def find_shape(model: str, *, progress: Progress = silent) -> KnownShape:
 
     try:
         spec = loading.load_spec(model, progress=progress)
-        found = loading.find(model, only_config=True, progress=progress)
+        files = loading.find(model, only_config=True, progress=progress)
     except UnsupportedModelError:
         raise
     except KvprobeError as error:
         known = ", ".join(published.published())
         raise KvprobeError(f"{error}; without a network, `kvprobe cache` knows {known}") from error
-    return KnownShape(spec, {"model": found.name, "revision": found.revision, "source": found.source})
+    return KnownShape(spec, {"model": files.name, "revision": files.revision, "source": files.source})
 
 
 def _default_contexts(max_positions: int | None) -> list[int]:

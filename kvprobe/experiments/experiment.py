@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is said of one field: its line of help and the values that it takes.
+    """The help line of one field and the values that it takes.
 
-    ``flag`` is the option's name where it is not the field's own; None in ``least`` and ``most`` bounds nothing, and
-    ``above`` excludes ``least`` itself. ``shown`` stands in help for a default that is found out later. ``common`` is
-    an option of every command.
+    ``flag`` is the option's name if it differs from the field's; ``least`` and ``most`` are bounds unless None, and
+    ``above`` excludes ``least`` itself. ``shown`` stands in help for a default that is only known later. ``common``
+    marks an option of every command.
     """
 
     help: str
@@ -35,7 +35,7 @@ class Setting:
     common: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError for a value outside the choices or the bounds; nan is outside of any."""
+        """Raise ValueError for a value outside the choices or the bounds; nan is outside any."""
         if self.choices and value not in self.choices:
             raise ValueError(f"{name} must be one of {', '.join(self.choices)}, got {value!r}")
         low = self.least is None or (value > self.least if self.above else value >= self.least)
@@ -67,7 +67,7 @@ class Experiment:
 
     name: ClassVar[str]
     analysis: ClassVar[str] = ""
-    """What its result is called where that is not its name."""
+    """The name of its result, if it differs from its own."""
     needs: ClassVar[Literal["config", "model", "passage", "corpus"]] = "passage"
     version: ClassVar[int] = 1
     short: ClassVar[str]
@@ -87,7 +87,7 @@ class Experiment:
                     about.check(name, part)
 
     def measure(self, subject: Any, progress: Progress) -> tuple[list[Row], dict[str, Any]]:
-        """The rows, and for the record what the settings alone do not say. Raises as the experiment says."""
+        """The rows, and for the record what the settings do not say. Raises as the experiment says."""
         raise NotImplementedError
 
     def run(self, subject: Any, *, progress: Progress = silent) -> Result:
@@ -101,7 +101,7 @@ class Experiment:
 
     def settings(self) -> dict[str, Any]:
         """The settings as a record has them."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
         return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
@@ -116,7 +116,7 @@ class Experiment:
 
     @classmethod
     def shown(cls, result: Result) -> Result:
-        """The result as a table shows it, where that is not as it is kept."""
+        """The result as a table shows it, if that differs from what is kept."""
         return result
 
     @classmethod
@@ -128,4 +128,4 @@ class Experiment:
 
 def settings_of(experiment: type[Experiment]) -> dict[str, Setting]:
     """The settings of an experiment by name, in the order in which its command lists them."""
-    return {one.name: one.metadata["setting"] for one in fields(experiment)}  # type: ignore[arg-type]
+    return {entry.name: entry.metadata["setting"] for entry in fields(experiment)}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What do shared keys and values cost in loss: trained so from the start, uptrained, or pooled and left untrained?"""
+"""What do shared keys and values cost in loss: trained from the start, uptrained, or pooled without training?"""
 
 import time
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvprobe.cells.run_store import RunStore, TrainingRun, config_of, finish_all, shape_row
 from kvprobe.decoder.model import Decoder, from_hf
-from kvprobe.decoder.pool_kv_heads import share_heads
+from kvprobe.decoder.pool_kv_heads import pool_kv_heads
 from kvprobe.errors import KvprobeError
 from kvprobe.models.subject import Subject
 from kvprobe.probes.equivalence import Equivalence, mean_interval, paired, tost
@@ -53,14 +53,14 @@ def _uptrain_steps(uptrain: float, plan: TrainConfig) -> int:
 
 
 def words_of(protocol: Protocol, corpus: Corpus) -> str:
-    """What a training is called: published only if every setting is, and the text, and how that is cut."""
+    """How a training is described: as published only if every setting, the text and its cuts are."""
     cut = {name: getattr(protocol, name) for name in ("length", "n_train", "n_valid")}
     text = {"corpus": "time-machine", "corpus_kind": "characters", **cut}
     if protocol == Protocol() and text.items() <= corpus.record().items():
         return PUBLISHED
     if protocol == QUICK:
         return "not the published protocol: a smaller model, fewer steps, fewer windows a step and to validate on"
-    return "not the published protocol: settings or a text of one's own"
+    return "not the published protocol: other settings or another text"
 
 
 def cells(
@@ -72,32 +72,32 @@ def cells(
     uptrain: float | None = None,
     device: str = "cpu",
 ) -> list[TrainingRun]:
-    """What is to be trained, seed by seed, so that a run cut short has whole seeds; each checked before the first step.
+    """What to train, seed by seed, so that an interrupted run has whole seeds; all checked before the first step.
 
     With ``uptrain``, a fraction of the steps, every seed has its multi-head model first and then that model with its
-    heads pooled and trained on for so many steps; with 8 heads of 8, which pools nothing, the control. Raises
+    heads pooled and trained further for that many steps; with 8 heads of 8, which pools nothing, the control. Raises
     ValueError and KvprobeError.
     """
     if not kv_heads or not seeds:
         raise ValueError("a grid needs at least one number of KV heads and one seed")
     if twice := [n for n in kv_heads if list(kv_heads).count(n) > 1]:
-        raise ValueError(f"{twice[0]} KV heads are asked for twice")
+        raise ValueError(f"{twice[0]} KV heads are given twice")
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"every seed counts once, got {[*seeds]}")
+        raise ValueError(f"each seed must be given once, got {[*seeds]}")
     if uptrain is not None and not 0 < uptrain <= 1:
         raise ValueError(f"uptrain must be a fraction of the steps, above 0 and at most 1, got {uptrain}")
-    found = []
+    runs: list[TrainingRun] = []
     for seed in seeds:
         plan = replace(protocol.plan, seed=seed)
         size = {"vocab": corpus.vocab, "length": corpus.length, "n_layers": protocol.n_layers, "width": protocol.width}
-        mine = [TrainingRun(config_of(n, n_heads=N_HEADS, **size), corpus, plan, device=device) for n in kv_heads]
+        of_seed = [TrainingRun(config_of(n, n_heads=N_HEADS, **size), corpus, plan, device=device) for n in kv_heads]
         if uptrain is not None:
-            whole = TrainingRun(config_of(N_HEADS, n_heads=N_HEADS, **size), corpus, plan, device=device)
-            mine = [whole, *(whole.uptrained(n, steps=_uptrain_steps(uptrain, plan)) for n in kv_heads)]
-        found += mine
-    for cell in found:
+            multi_head = TrainingRun(config_of(N_HEADS, n_heads=N_HEADS, **size), corpus, plan, device=device)
+            of_seed = [multi_head, *(multi_head.uptrained(n, steps=_uptrain_steps(uptrain, plan)) for n in kv_heads)]
+        runs += of_seed
+    for cell in runs:
         check(cell.config, corpus, cell.plan)
-    return found
+    return runs
 
 
 def run(
@@ -113,9 +113,9 @@ def run(
     collect: bool = False,
     progress: Progress = silent,
 ) -> Result:
-    """A row a head count and seed, of cells trained now or kept on ``store``; the record has the :func:`summary`.
+    """A row a head count and seed, of models trained now or kept in ``store``; the record has the :func:`summary`.
 
-    ``collect`` trains nothing: rows are of the cells that are kept, and the record names those ``missing``. Raises
+    ``collect`` trains nothing: rows are of the models that are kept, and the record names those ``missing``. Raises
     ValueError and KvprobeError before the first step for what cannot be trained, and where nothing is kept.
     """
     started = time.perf_counter()
@@ -126,13 +126,13 @@ def run(
         finish_all(wanted, store, progress=progress)
     shown = [cell for cell in wanted if (cell.parent is None) == (uptrain is None)]
     kept = {cell.words: store.read(cell) for cell in shown}
-    there = [found for found in kept.values() if found is not None]
-    if not there:
+    finished = [cell for cell in kept.values() if cell is not None]
+    if not finished:
         raise KvprobeError(
-            f"none of the cells asked for is in {store.directory}: name the directory in which they were trained, of "
+            f"none of these models is in {store.directory}: name the directory in which they were trained on "
             "this text, or train them first"
         )
-    rows = [_row(found) for found in there]
+    rows = [_row(cell) for cell in finished]
     plan = asdict(protocol.plan) | {"betas": [*protocol.plan.betas]}
     record = run_record(
         corpus.record(),
@@ -148,8 +148,8 @@ def run(
         pool=False,
         device=device,
         margin=margin,
-        missing=[words for words, found in kept.items() if found is None],
-        cells=[_of_cell(found) for found in there],
+        missing=[words for words, cell in kept.items() if cell is None],
+        cells=[_of_cell(cell) for cell in finished],
         summary=summary(rows, margin=margin),
         interval="95 % and, for differences paired by seed (the same batches, weights drawn for each), 90 %: Student's "
         "t over seeds, each comparison by itself",
@@ -169,15 +169,15 @@ def summary(rows: Sequence[Row], *, margin: float, n_heads: int = N_HEADS) -> li
     of_heads: dict[int, list[Row]] = {}
     for row in rows:
         of_heads.setdefault(row["n_kv_heads"], []).append(row)
-    losses = {n: {row["seed"]: row["best_val_loss"] for row in mine} for n, mine in of_heads.items()}
-    found = []
+    losses = {n: {row["seed"]: row["best_val_loss"] for row in of_head} for n, of_head in of_heads.items()}
+    table = []
     for n, by_seed in losses.items():
         best_steps = [row["best_step"] for row in of_heads[n]]
         mean = mean_interval([*by_seed.values()])
         pairs = paired(by_seed, losses.get(n_heads, {})) if n != n_heads else []
         tested: Equivalence | None = tost(pairs, margin=margin) if pairs else None
         difference = tested.difference if tested else None
-        found.append(
+        table.append(
             {
                 "n_kv_heads": n,
                 "n_seeds": len(by_seed),
@@ -195,7 +195,7 @@ def summary(rows: Sequence[Row], *, margin: float, n_heads: int = N_HEADS) -> li
                 "cache_bytes_per_token": of_heads[n][0]["cache_bytes_per_token"],
             }
         )
-    return found
+    return table
 
 
 @torch.no_grad()
@@ -207,12 +207,12 @@ def pool(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Result:
-    """The loss of a pretrained model as it is, and with its KV heads pooled to fewer, nothing trained.
+    """The loss of a pretrained model unchanged, and with its KV heads pooled to fewer, nothing trained.
 
     ``kv_heads`` default to every number that the model's heads can be pooled to. ``best_val_loss`` is the loss of the
-    passage's targets after ``score_from`` (half of it), ``delta`` the difference to the model as it is with its
-    interval. Raises UnsupportedModelError for a family that the decoder has not, ValueError for a number that does not
-    divide the model's, and KvprobeError for a model that has one KV head only.
+    passage's targets after ``score_from`` (half of it), ``delta`` the difference to the unchanged model with its
+    interval. Raises UnsupportedModelError for a family unknown to the decoder, ValueError for a number that does not
+    divide the model's, and KvprobeError for a model with only one KV head.
     """
     started = time.perf_counter()
     decoder, passage = from_hf(subject.model), subject.passage
@@ -231,7 +231,7 @@ def pool(
     reference = _losses(decoder, subject.input_ids, score_from)
     for done, n in enumerate([has, *rungs]):
         progress("pooling", done, len(rungs) + 1, "head counts")
-        shared = decoder if n == has else share_heads(decoder, n)
+        shared = decoder if n == has else pool_kv_heads(decoder, n)
         losses = reference if n == has else _losses(shared, subject.input_ids, score_from)
         change = paired_interval(losses, reference, seed=seed)
         rows.append(
@@ -285,13 +285,15 @@ def sentences(result: Result) -> list[str]:
             change = _between(row["difference"], row["difference_low"], row["difference_high"], 90)
             pairs = f" over the {row['n_pairs']} seeds of both" if row["n_pairs"] < row["n_seeds"] else ""
             line += f"; against multi-head{pairs} {change}: {row['verdict']} at a margin of {run['margin']:g} nat"
-        elif row["n_kv_heads"] != run["n_heads"] and any(one["n_kv_heads"] == run["n_heads"] for one in run["summary"]):
-            line += "; not compared: multi-head has none of its seeds"
+        elif row["n_kv_heads"] != run["n_heads"] and any(
+            other["n_kv_heads"] == run["n_heads"] for other in run["summary"]
+        ):
+            line += "; not compared: no seed in common with multi-head"
         said.append(line)
     if any(row["verdict"] == "undecided" for row in run["summary"]):
-        said.append("undecided: the interval holds the margin, or one seed has none; more seeds narrow it")
+        said.append("undecided: the interval includes the margin, or one seed gives no interval; more seeds narrow it")
     if run["n_heads"] not in run["kv_heads"]:
-        said.append(f"no multi-head model beside them, so nothing is compared: add --kv-heads {run['n_heads']}")
+        said.append(f"nothing is compared without the multi-head model: add --kv-heads {run['n_heads']}")
     if run["missing"]:
         said.append(f"not trained yet: {'; '.join(run['missing'])}")
     return said

@@ -25,19 +25,19 @@ ON_THE_PAGE |= {"fraction_of_ceiling"}
 class Latency(Experiment):
     """How long does a token take, with a KV cache and without, and how near is that to what the machine allows?
 
-    The machine's own ceilings are measured beside: the best rate at which real kernels read memory, and multiply
-    matrices in this dtype. So is what else the machine did meanwhile: figures of a busy one are marked, not to be
-    quoted. Token ids are random; time does not depend on them. prefill and naive are timed with the first --batch; for
-    the others the decode step alone.
+    The machine's own ceilings are measured too: the best rates at which real kernels read memory and multiply
+    matrices in this dtype. So is its other load: times of a busy machine are marked as not to be quoted. Token ids are
+    random; time does not depend on them. prefill and naive are timed with the first --batch only, the decode step with
+    every --batch.
 
     \b
-    Columns: phase        naive: everything read again for one token; cached: one decode step; prefill: a whole prompt
+    Columns: phase        naive: one token, everything read again; cached: one decode step; prefill: a whole prompt
              step         what read or decoded: numba (compiled) or torch (the readable decoder)
              ms_*         median and quartiles of one run; tokens_per_s counts all rows of the batch
-             MB_moved     weights once, keys and values of the context: what no step can do without, in 10^6 bytes
-             intensity    FLOPs a byte; attention's own beside it, in decode the same at every length
+             MB_moved     the least a step must read: the weights, and keys and values of the context, in 10^6 bytes
+             intensity    FLOPs a byte; attention_intensity: of attention alone, in decode the same at every length
              bound        what sets the ceiling: bandwidth, or arithmetic beyond the ridge point
-             ceiling_*    tokens/s if the machine's measured best were reached, and the share that was
+             ceiling_*    tokens/s at the machine's measured best rates; fraction_of_ceiling: the share reached
 
     \b
     Examples:
@@ -81,18 +81,20 @@ class Latency(Experiment):
     phases: tuple[str, ...] = setting(PHASES, "Time only these.", kind=str, flag="--phase", choices=PHASES, shown="all")
     engine: str = setting(
         "auto",
-        "What reads prompts and decodes: compiled code (numba), the readable decoder (torch), or by rule compiled code "
-        "where it knows the CPU, the model and the cache.",
+        "What reads prompts and decodes: compiled code (numba), the readable decoder (torch), or auto: compiled code "
+        "if it supports the CPU, the model and the cache.",
         choices=ENGINES,
     )
-    repeats: int = setting(20, "Runs a row, at most.", least=1)
-    seconds: float = setting(3.0, "After so long a row stops repeating, though not before three runs.", least=0)
-    end_to_end: bool = setting(False, "Also a whole answer: a prompt, then many tokens, both ways.")
-    prompt_tokens: int = setting(3584, "Of --end-to-end: the prompt.")
-    new_tokens: int = setting(256, "Of --end-to-end: tokens generated.")
+    repeats: int = setting(20, "Most runs of each row.", least=1)
+    seconds: float = setting(3.0, "A row stops repeating after this long, but not before three runs.", least=0)
+    end_to_end: bool = setting(
+        False, "Also time a whole answer, a prompt and then many tokens, with a cache and without."
+    )
+    prompt_tokens: int = setting(3584, "Length of the prompt with --end-to-end.")
+    new_tokens: int = setting(256, "Tokens generated with --end-to-end.")
     naive_samples: int | None = setting(
         None,
-        "Of --end-to-end without a cache: time only so many tokens, spread evenly.",
+        "With --end-to-end, time only this many tokens without a cache, spread evenly.",
         kind=int,
         shown="all",
     )
@@ -102,7 +104,7 @@ class Latency(Experiment):
         """A row a phase, context and batch (:meth:`kvprobe.bench.latency.Observation.row`).
 
         ``busy`` and ``load`` in the record say what else ran (:meth:`kvprobe.bench.busy.Watch.record`). ``contexts``
-        default to those of 128, 512 and 1,024 that the model has positions for; without ``phases`` none is timed by
+        default to those of 128, 512 and 1,024 that the model has positions for; without ``phases`` no phase is timed by
         itself. ``end_to_end`` adds two rows. For the other settings see :class:`kvprobe.bench.latency.Bench`, whose
         notes are ``notes`` in the record. Raises as it does.
         """
@@ -118,7 +120,7 @@ class Latency(Experiment):
         contexts = [*self.contexts] or [n for n in DEFAULT_CONTEXTS if n <= limit] or [limit]
         how: dict[str, Any] = {name: getattr(self, name) for name in ("engine", "repeats", "seconds", "seed")}
         timing = Bench(decoder=decoder, **how, progress=progress)
-        # both refuse what cannot be before anything is timed
+        # both refuse wrong settings before anything is timed
         parts = [timing.measure(contexts, batches=self.batches, phases=self.phases)] if self.phases else []
         if self.end_to_end:
             parts.append(timing.end_to_end(self.prompt_tokens, self.new_tokens, naive_samples=self.naive_samples))
@@ -151,7 +153,7 @@ class Latency(Experiment):
     def sentence(cls, result: Result) -> str:
         """What the rows support, in one plain sentence: the longest context that was decoded with a cache.
 
-        Of a busy machine it ends in :data:`kvprobe.results.phrases.WORDS`.
+        For a busy machine it ends with :data:`kvprobe.results.phrases.WORDS`.
         """
         return phrases.said(_sentence(result), result.run)
 

@@ -25,21 +25,21 @@ STAGES = ("post_rope", "pre_rope")
 class Lowrank(Experiment):
     """What rank do a model's keys and values have, and what does truncating them cost in loss?
 
-    All positions of all layers, local ones too, are truncated at once; each layer sees what the ones before it made.
-    The first row is the untruncated pass; delta is the difference to it in nat per token, with its 95 % interval
-    from a paired bootstrap over blocks of tokens. Bytes are of the matrices that are cut.
+    All positions of all layers, local ones too, are truncated at once; each layer reads what the truncated ones
+    before it give. The first row is the full pass; delta is the difference to it in nat per token, with its 95 %
+    interval from a paired bootstrap over blocks of tokens. Bytes count the truncated matrices.
 
     \b
     Columns: energy             share of the squared norm of all tokens' K/V that is kept, mean over layers
-             ratio              full over latent plus basis, at this length: the honest one
+             ratio              full over latent plus basis, at this length
              notional_ratio     width over rank, as if the basis were free
              break_even_tokens  from this length on latent plus basis are smaller than the full cache
 
     \b
     Examples:
       kvprobe lowrank smollm2-135m --rank 192 --rank 96 --rank 48 --plot lowrank.png
-      kvprobe lowrank smollm2-135m --rank 96 --basis heldout     a basis of later tokens of the same text
-      kvprobe lowrank smollm2-135m --rank 96 --basis heldout --fit-text manual     one of another text
+      kvprobe lowrank smollm2-135m --rank 96 --basis heldout     fitted to later tokens of the same text
+      kvprobe lowrank smollm2-135m --rank 96 --basis heldout --fit-text manual     fitted to another text
       kvprobe lowrank smollm2-135m --spectrum                    keys before and after RoPE
       kvprobe lowrank smollm2-135m --rank 96 --allocate energy   more rank where there is more energy
     """
@@ -72,7 +72,7 @@ class Lowrank(Experiment):
     )
     of: str = setting(
         "kv",
-        "What is one matrix a layer: keys beside values, keys alone (values untouched), or values alone.",
+        "What is truncated in each layer: keys and values as one matrix, keys alone, or values alone.",
         choices=("kv", "k", "v"),
     )
     stage: str = setting(
@@ -80,23 +80,23 @@ class Lowrank(Experiment):
     )
     basis: str = setting(
         "oracle",
-        "Fitted to the scored passage itself, to its tokens before --score-from, or (untruncated) to later tokens of "
-        "the same text or those of --fit-text.",
+        "What the basis is fitted to: the scored passage itself, its tokens before --score-from, or (untruncated) "
+        "later tokens of the same text or those of --fit-text.",
         choices=("oracle", "prefix", "heldout"),
     )
     fit_text: "str | Text | None" = setting(
         None,
-        "Another text for the basis heldout, a file or a name as --text.",
+        "Another text to fit the heldout basis to: a file or a name, as for --text.",
         kind=str,
         shown="later tokens of the same text",
     )
-    center: bool = setting(False, "Take the mean of the fitted tokens out first (it is stored as well).")
+    center: bool = setting(False, "Subtract the mean of the fitted tokens first (it is stored as well).")
     score_from: int | None = setting(
-        None, "The first target is the token after it.", kind=int, shown="half of --tokens"
+        None, "The token after this one is the first target.", kind=int, shown="half of --tokens"
     )
     allocate: str = setting(
         "uniform",
-        "energy: also spend the same rank × layers over the layers by energy, at equal bytes.",
+        "energy: also distribute the same rank × layers over the layers by energy, at equal bytes.",
         choices=("uniform", "energy"),
     )
     seed: int = seed()
@@ -104,7 +104,7 @@ class Lowrank(Experiment):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fit_text is not None and self.basis != "heldout":
-            raise ValueError(f"a text to fit on is for the basis heldout, got basis {self.basis}")
+            raise ValueError(f"a text to fit on needs the basis heldout, got basis {self.basis}")
 
     def measure(self, subject: "Subject", progress: Progress) -> tuple[list[Row], dict[str, Any]]:
         """The full pass, then a row a rank: loss, interval, energy and bytes (`kvprobe.probes.truncation.sweep`).
@@ -196,7 +196,7 @@ class Lowrank(Experiment):
         run = result.run
         if run.get("spectrum"):
             centred = ", centred" if run["centered"] else ""
-            return ["", f"{passage_of(run)}, {run['of']}{centred}: one untruncated pass"]
+            return ["", f"{passage_of(run)}, {run['of']}{centred}: one full pass"]
         return _summary(result)
 
     @classmethod
@@ -249,11 +249,11 @@ def _summary(result: Result) -> list[str]:
         f"interval: {run['interval']}",
     ]
     if run["local_layers"]:
-        lines.append("layers with a window of their own are truncated over the whole passage as well")
+        lines.append("layers with their own window are truncated over the whole passage as well")
     return lines
 
 
 def _about(fit: "Passage") -> dict[str, Any]:
     """What the record says of the text that a basis was fitted to."""
-    found: dict[str, Any] = {"name": fit.name, "sha256": fit.sha256, "offset": fit.offset}
-    return found if fit.cut is None else found | fit.cut.record()
+    about: dict[str, Any] = {"name": fit.name, "sha256": fit.sha256, "offset": fit.offset}
+    return about if fit.cut is None else about | fit.cut.record()

@@ -17,10 +17,10 @@ DEFAULT_CONTEXTS = (128, 512, 1024)
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Experiment):
-    """Does a KV cache hold what its formula says? Bytes by formula beside bytes that are really held.
+    """Does a KV cache hold what its formula says? Bytes by formula beside bytes really held.
 
     Every cache takes the context in one go. On a CPU the bytes of all storages that it keeps alive are summed, each
-    once; on a GPU the allocator's count is taken. What is pinned is storage that views keep alive and do not read.
+    once; on a GPU the allocator counts. Pinned bytes are storage that views keep alive and do not read.
 
     \b
     Caches: full         kvprobe's, preallocated; local layers keep their window
@@ -61,8 +61,8 @@ class Memory(Experiment):
         shown="128, 512 and 1024",
     )
     batch: int = setting(1, "Sequences held at once.", least=1)
-    window: int = setting(256, "Of the rolling cache: last tokens kept.")
-    n_sink: int = setting(4, "Sink tokens the rolling cache keeps.", flag="--sinks")
+    window: int = setting(256, "Last tokens that the rolling cache keeps.")
+    n_sink: int = setting(4, "Sink tokens that the rolling cache keeps.", flag="--sinks")
     seed: int = seed()
 
     def measure(self, subject: "Loaded", progress: Progress) -> tuple[list[Row], dict[str, Any]]:
@@ -76,9 +76,9 @@ class Memory(Experiment):
         limit = subject.spec.max_positions
         contexts = [*self.contexts] or [n for n in DEFAULT_CONTEXTS if limit is None or n <= limit] or [limit or 1]
         settings: dict[str, Any] = {"batch": self.batch, "window": self.window, "n_sink": self.n_sink}
-        found = rows(subject, contexts, **settings, seed=self.seed, progress=progress)
+        table = rows(subject, contexts, **settings, seed=self.seed, progress=progress)
         counted_by = "allocator" if subject.device.startswith("cuda") else "unique storages"
-        return found, {"contexts": contexts, "counted_by": counted_by}
+        return table, {"contexts": contexts, "counted_by": counted_by}
 
     @classmethod
     def sentence(cls, result: Result) -> str:
@@ -100,7 +100,9 @@ def exact_caches(result: Result) -> list[str]:
 def _sentence(result: Result) -> str:
     exact, longest = exact_caches(result), max(row["context"] for row in result.rows)
     said = f"{result.run['model']}: " + (
-        f"to the byte what the formula says hold {', '.join(exact)}" if exact else "no cache holds its formula's bytes"
+        f"{', '.join(exact)} hold what the formula says, to the byte"
+        if exact
+        else "no cache holds what its formula says"
     )
     worst = max((row for row in result.rows if row["context"] == longest), key=lambda row: row["pinned_bytes"])
     if worst["pinned_bytes"]:

@@ -20,26 +20,24 @@ def names() -> list[str]:
 
 
 def experiment(name: str) -> type[Experiment]:
-    """The experiment of that name. Raises KeyError for a name that is not one."""
+    """The experiment of that name. Raises KeyError for an unknown name."""
     if name not in names():
         raise KeyError(name)
-    for found in vars(import_module(f"kvprobe.experiments.{name}")).values():
-        if isinstance(found, type) and issubclass(found, Experiment) and found.__dict__.get("name") == name:
-            return found
+    for value in vars(import_module(f"kvprobe.experiments.{name}")).values():
+        if isinstance(value, type) and issubclass(value, Experiment) and value.__dict__.get("name") == name:
+            return value
     raise KeyError(name)
 
 
 def figure_of(result: Result, **how: Any) -> "Figure":
     """The picture that belongs to a result; ValueError for an analysis without one."""
-    # what a result is called that is not its experiment's name
+    # the one result that is not called by its experiment's name
     name = {"relief_map": "relief"}.get(result.analysis, result.analysis)
     try:
         return experiment(name).figure(result, **how)
     except KeyError:
         pass
     if name not in ("roofline", "gqa"):
-        raise ValueError(
-            f"the analysis {result.analysis!r} has no picture; these have one: {', '.join(names())}, roofline"
-        )
+        raise ValueError(f"the analysis {result.analysis!r} has no picture; available: {', '.join(names())}, roofline")
     figure: Figure = import_module(f"kvprobe.plots.{name}").figure(result.rows, result.run, **how)
     return figure

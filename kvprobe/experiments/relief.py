@@ -1,4 +1,4 @@
-"""What does every lever on a model's KV cache cost in loss, and how many bytes a token does it leave?
+"""What does each lever on a model's KV cache cost in loss, and how many bytes a token does it leave?
 
 The relief map of :mod:`kvprobe.shape.levers` is arithmetic; this is the same map measured: only the levers that can be
 pulled on a trained model as it is.
@@ -35,10 +35,10 @@ class Relief(Experiment):
 
     \b
     Columns: kind             the factor of the cache that the lever attacks
-             delta            loss beyond the model as it is, nat a token, delta_low to delta_high 95 %
+             delta            loss beyond the unchanged model, nat a token; delta_low to delta_high: 95 % interval
              bytes            of the whole cache after the passage
              bytes_per_token  the mean over the passage
-             relief           times smaller than the model as it is
+             relief           times smaller than the cache of the unchanged model
              on_front         no other lever has at most its bytes and at most its loss; an oracle basis, which saw
                               the scored tokens, is on no front
 
@@ -92,7 +92,7 @@ class Relief(Experiment):
     )
     bits: tuple[int, ...] = setting((8, 4), "Bits that an element is stored in. Repeat for several.", kind=int)
     score_from: int | None = setting(
-        None, "The first target is the token after it.", kind=int, shown="half of --tokens"
+        None, "The token after this one is the first target.", kind=int, shown="half of --tokens"
     )
     seed: int = seed()
 
@@ -100,8 +100,8 @@ class Relief(Experiment):
         """The model as it is, then a row a lever: its loss with interval, and the bytes it holds after the passage.
 
         ``kind`` is the factor that is attacked, as in :mod:`kvprobe.shape.levers`. Rows of an oracle basis are on no
-        front and keep none off it; intervals are left aside there. Raises UnsupportedModelError for a model that keeps
-        other things than one K and V a KV head, and as the experiments ``window`` and ``lowrank`` do.
+        front and keep none off it; intervals are left aside there. Raises UnsupportedModelError for a model that does
+        not keep one K and one V for each KV head, and as the experiments ``window`` and ``lowrank`` do.
         """
         from kvprobe.bench.cache_memory import own_shape
         from kvprobe.probes.losses import default_block_length
@@ -110,8 +110,8 @@ class Relief(Experiment):
         spec, n_tokens = subject.loaded.spec, subject.passage.n_tokens
         if own_shape(spec) is None:
             raise UnsupportedModelError(
-                f"the {spec.family} family keeps other things than one K and V a KV head: the bytes of its levers are "
-                "not known here"
+                f"the {spec.family} family does not keep one K and one V for each KV head: the bytes of its levers are "
+                "not known"
             )
         for n_bits in self.bits:
             check_bits(n_bits)
@@ -120,7 +120,7 @@ class Relief(Experiment):
         shared: dict[str, Any] = {"score_from": score_from, "seed": self.seed}
         now = bill(spec, subject.loaded.dtype)
         rows: list[Row] = []
-        # what can be refused is, before the first long pass of the next lever
+        # each lever refuses wrong settings before its own first long pass
         cells = Window(windows=tuple(windows), sinks=(self.n_sink,), **shared).run(subject, progress=progress).rows
         rows.append(_row("as it is", "model", cells[0], now.total(n_tokens)))
         for cell in cells[1:]:
@@ -157,8 +157,7 @@ class Relief(Experiment):
         best = min(free, key=lambda row: row["bytes"])
         fitted = f" (of {fitted_to(result.run)})" if best["basis"] == "heldout" else ""
         return (
-            f"{said}the smallest cache without a measurable rise in loss is {best['lever']}"
-            f"{fitted}, "
+            f"{said}the smallest cache without a measurable rise in loss is {best['lever']}{fitted}, "
             f"{best['relief']:.1f} times smaller: there the loss {change_of(best)}"
         )
 

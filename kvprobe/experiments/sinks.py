@@ -24,7 +24,7 @@ class Sinks(Experiment):
              uniform      the same if attention were spread evenly over what is visible
              sink_rate    share of heads with more than EPSILON on token 0
              top_*        the position that gets most of the layer's mass, whichever it is
-             window       the layer's own sliding window, where it has one
+             window       the layer's own sliding window, if it has one
 
     \b
     Examples:
@@ -94,7 +94,7 @@ class Sinks(Experiment):
     def figure(cls, result: Result, **how: Any) -> "Figure":
         """By layer and by layer and head. Raises ValueError for a result of `by_head`."""
         if "head_mass" not in result.rows[0]:
-            raise ValueError("this result has one row a head: plot one with a row a layer")
+            raise ValueError("this result has a row for each head: plot the one with a row for each layer")
         return super().figure(result, **how)
 
     @staticmethod

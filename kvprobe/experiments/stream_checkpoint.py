@@ -25,7 +25,7 @@ STREAM = Kind(
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """The sums once ``at_token`` tokens of the text are read: ``n_scored`` targets, ``nll`` nat in all (float64)."""
 
     at_token: int
@@ -34,15 +34,15 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How far a plan is: the stretches of the cells that are ``done``, those of the next, and its running sums.
+class StreamProgress:
+    """How far a stream is: the segments of the cells that are ``done``, those of the next, and its running sums.
 
     ``length`` tokens are in its cache; ``base`` is what its positions are counted from. ``seconds`` and ``resumed``
-    are of the plan as a whole.
+    are those of the whole stream.
     """
 
-    done: tuple[tuple[Stretch, ...], ...] = ()
-    stretches: tuple[Stretch, ...] = ()
+    done: tuple[tuple[Segment, ...], ...] = ()
+    stretches: tuple[Segment, ...] = ()
     nll: float = 0.0
     n_scored: int = 0
     length: int = 0
@@ -51,16 +51,16 @@ class Standing:
     resumed: int = 0
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Standing":
-        """The standing that ``dataclasses.asdict`` gave, after JSON."""
+    def of(cls, fields: Mapping[str, Any]) -> "StreamProgress":
+        """The progress that ``dataclasses.asdict`` gave, after JSON."""
 
-        def these(some: Sequence[Mapping[str, Any]]) -> tuple[Stretch, ...]:
-            return tuple(Stretch(**one) for one in some)
+        def these(segments: Sequence[Mapping[str, Any]]) -> tuple[Segment, ...]:
+            return tuple(Segment(**segment) for segment in segments)
 
         done = tuple(these(cell) for cell in fields["done"])
         return cls(**{**fields, "done": done, "stretches": these(fields["stretches"])})
 
-    def add(self, first: int, losses: Tensor, *, every: int, n_tokens: int) -> "Standing":
+    def add(self, first: int, losses: Tensor, *, every: int, n_tokens: int) -> "StreamProgress":
         """With the ``losses`` ``[n]`` of the targets from ``first`` on, cut where a result is due."""
         nll, n_scored, stretches = self.nll, self.n_scored, [*self.stretches]
         while len(losses):
@@ -68,14 +68,14 @@ class Standing:
             part, losses = losses[: end - first], losses[end - first :]
             nll, n_scored, first = nll + float(part.sum()), n_scored + len(part), first + len(part)
             if first == end:
-                stretches.append(Stretch(end, n_scored, nll))
+                stretches.append(Segment(end, n_scored, nll))
         return replace(self, nll=nll, n_scored=n_scored, stretches=tuple(stretches))
 
 
 def identity(record: Mapping[str, Any], input_ids: Tensor, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state is tied to: the model's revision, the passage and every setting that could change a bit.
+    """What a checkpoint belongs to: the model's revision, the passage and every setting that could change a bit.
 
-    ``record`` is a run record (:meth:`kvprobe.models.subject.Subject.record`), ``settings`` the fields of a plan.
+    ``record`` is a run record (:meth:`kvprobe.models.subject.Subject.record`), ``settings`` the fields of the config.
     """
     names = ("revision", "dtype", "device", "passage_sha256", "bos", "n_tokens")
     ids = hashlib.sha256(input_ids.cpu().numpy().tobytes()).hexdigest()
@@ -83,8 +83,8 @@ def identity(record: Mapping[str, Any], input_ids: Tensor, settings: Mapping[str
 
 
 @dataclass(frozen=True)
-class State:
-    """A file from which a killed stream goes on: sums and cache in one :class:`kvprobe.training.checkpoint.Snapshot`.
+class StreamCheckpoint:
+    """A file from which a killed stream continues: sums and cache in one :class:`kvprobe.training.checkpoint.Snapshot`.
 
     ``identity`` is what the file must have been written for. Raises KvprobeError as a snapshot does.
     """
@@ -93,42 +93,42 @@ class State:
     identity: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def within(cls, directory: Path, identity: Mapping[str, Any]) -> "State":
-        """In the file of ``directory`` that is this identity's own, so that the same run finds it again."""
+    def within(cls, directory: Path, identity: Mapping[str, Any]) -> "StreamCheckpoint":
+        """The file in ``directory`` for this identity, so that the same run finds it again."""
         return cls(directory / f"{fingerprint(identity)}.safetensors", identity)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Only one run at a time; another is refused (KvprobeError). The system lets go when the holder dies."""
-        with try_lock(self.path) as ours:
-            if not ours:
-                raise KvprobeError("another run of this stream is under way: let it end, or give another --state")
+        """Only one run at a time; another is refused (KvprobeError). The lock is released when its process dies."""
+        with try_lock(self.path) as locked:
+            if not locked:
+                raise KvprobeError("another run of this stream is in progress: wait for it, or give another --state")
             yield
 
-    def read(self) -> Standing | None:
+    def read(self) -> StreamProgress | None:
         """How far the run was; None if there is no file."""
-        found = self._file.standing()
-        if found is None:
+        saved = self._file.standing()
+        if saved is None:
             return None
         try:
-            return Standing.of(found)
+            return StreamProgress.of(saved)
         except (KeyError, TypeError):
             raise self._file.foreign() from None
 
-    def restore(self, cache: RollingCache, standing: Standing) -> None:
-        """Fill an empty ``cache`` of the same make with what it held."""
+    def restore(self, cache: RollingCache, standing: StreamProgress) -> None:
+        """Fill an empty ``cache`` of the same kind with what it held."""
         tensors = self._file.tensors()
         for i, buffer in enumerate(cache._buffers()):
             buffer.copy_(tensors[str(i)])
         cache.length, cache._base = standing.length, standing.base
 
-    def write(self, standing: Standing, cache: RollingCache | None = None) -> None:
+    def write(self, standing: StreamProgress, cache: RollingCache | None = None) -> None:
         """Replace what stood there."""
         buffers = [] if cache is None else cache._buffers()
         self._file.write(asdict(standing), {str(i): buffer for i, buffer in enumerate(buffers)})
 
     def remove(self) -> None:
-        """Forget the run, if there was one. A file that is no state is refused, not removed."""
+        """Forget the run, if there was one. Another kind of file is refused, not removed."""
         self._file.remove()
 
     def clear_partial(self) -> None:

@@ -4,10 +4,10 @@ The protocol of StreamingLLM (Xiao et al., 2024, section 4.1): the text passes o
 at a time, and every token is predicted from what the cache then holds. Their budget counts the sinks: their 4 + 1020 is
 ``window=1020, n_sink=4`` here. Losses are negative log-likelihoods in nat per predicted token.
 
-    stretches = stream(decoder, ids, Plan(windows=(1020,), sinks=(4,), positions="cache", every=10_000))
+    segments = stream(decoder, ids, StreamConfig(windows=(1020,), sinks=(4,), positions="cache", every=10_000))
 
-With a :class:`~kvprobe.experiments.stream_checkpoint.State` a run that was killed goes on where it was and ends in the
-same loss, bit for bit.
+With a :class:`~kvprobe.experiments.stream_checkpoint.StreamCheckpoint` a killed run continues where it was and ends
+with the same loss, bit for bit.
 """
 
 import math
@@ -22,7 +22,8 @@ from torch import Tensor
 from kvprobe.caches.kv_cache import Positions, RollingCache
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.experiments.stream_checkpoint import Standing, State, Stretch
+from kvprobe.experiments.stream_checkpoint import Segment, StreamCheckpoint, StreamProgress
+from kvprobe.memory import check_memory
 from kvprobe.probes.losses import check_score_from, first_not_finite, hidden_losses
 from kvprobe.probes.window_attention import check_window
 from kvprobe.probes.windows import describe_sinks
@@ -35,12 +36,12 @@ SECONDS_BETWEEN_SAVES = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StreamConfig:
     """What is streamed: every window with every number of sinks, one after the other, and when a result is due.
 
-    A window counts the query; sinks are in addition. ``score_from = s`` makes s + 1 the first target. ``every`` tokens
-    there is a result, and at the end (None: only there). ``chunk`` tokens pass through the model at once (None: a
-    window's worth), which changes results by rounding alone.
+    A window counts the query; sinks are in addition. ``score_from = s`` makes s + 1 the first target. A result is due
+    every ``every`` tokens and at the end (None: only at the end). ``chunk`` tokens pass through the model at once
+    (None: as many as the window), which changes results by rounding alone.
     """
 
     windows: tuple[int, ...]
@@ -56,29 +57,31 @@ class Plan:
         return [(window, n_sink) for window in dict.fromkeys(self.windows) for n_sink in dict.fromkeys(self.sinks)]
 
 
-def check(decoder: Decoder, n_tokens: int, plan: Plan) -> None:
+def check(decoder: Decoder, n_tokens: int, config: StreamConfig) -> None:
     """Refuse, before any work, what :func:`stream` cannot do; see there."""
-    if plan.positions not in get_args(Positions):
-        raise ValueError(f"a stream's positions must be one of {', '.join(get_args(Positions))}, got {plan.positions}")
-    if not plan.cells:
+    if config.positions not in get_args(Positions):
+        raise ValueError(
+            f"a stream's positions must be one of {', '.join(get_args(Positions))}, got {config.positions}"
+        )
+    if not config.cells:
         raise ValueError("a stream needs at least one window and one number of sinks")
-    for window, n_sink in plan.cells:
+    for window, n_sink in config.cells:
         check_window(window)
         if n_sink < 0:
             raise ValueError(f"sinks must be at least 0, got {n_sink}")
-    for name, value in (("every", plan.every), ("chunk", plan.chunk)):
+    for name, value in (("every", config.every), ("chunk", config.chunk)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1 token, got {value}")
-    check_score_from(n_tokens, plan.score_from)
+    check_score_from(n_tokens, config.score_from)
     limit, learned = decoder.config.max_positions, decoder.config.rotary is None
-    if plan.positions == "cache" and learned:
+    if config.positions == "cache" and learned:
         raise UnsupportedModelError(
             "positions cache: this model's positions are learned, added to the hidden state, and cannot be moved by "
             f"slot afterwards; use positions absolute, for at most {limit} tokens"
         )
-    if plan.positions == "absolute" and n_tokens > limit:
+    if config.positions == "absolute" and n_tokens > limit:
         why = (
-            "learned positions have no entry beyond them, so ask for fewer --tokens"
+            "learned positions have no entry beyond them, so use fewer --tokens"
             if learned
             else "use --positions cache, which has no last position, or fewer --tokens"
         )
@@ -87,39 +90,48 @@ def check(decoder: Decoder, n_tokens: int, plan: Plan) -> None:
 
 @torch.no_grad()
 def stream(
-    decoder: Decoder, input_ids: Tensor, plan: Plan, *, state: State | None = None, progress: Progress = silent
-) -> list[tuple[Stretch, ...]]:
-    """The stretches of every cell of ``plan`` on ``input_ids`` ``[length]``, in the order of ``plan.cells``.
+    decoder: Decoder,
+    input_ids: Tensor,
+    config: StreamConfig,
+    *,
+    state: StreamCheckpoint | None = None,
+    progress: Progress = silent,
+) -> list[tuple[Segment, ...]]:
+    """The segments of every cell of ``config`` on ``input_ids`` ``[length]``, in the order of ``config.cells``.
 
     The result at N tokens is the one of a text of N tokens. Beyond the ids, memory does not depend on the length: a
-    chunk, the logits of 256 positions, the cache. ``progress`` is told the running loss. With a ``state`` it starts
-    from what stands there and saves at every result and each 30 s, unless that took a tenth of the time.
+    chunk, the logits of 256 positions, the cache. ``progress`` is told the running loss. With a ``state`` it continues
+    from what is saved there, and saves at every result and every 30 s unless saving takes a tenth of the time.
 
     Raises ValueError for what is out of range, KvprobeError for ``absolute`` beyond the model's positions and for a
     loss that is not finite, UnsupportedModelError for ``cache`` under learned positions.
     """
     n_tokens = len(input_ids)
-    check(decoder, n_tokens, plan)
-    found = state.read() if state is not None else None
-    now = Standing() if found is None else replace(found, resumed=found.resumed + 1)
+    check(decoder, n_tokens, config)
+    # before a state is written, which would stand in the way of the next run
+    shape, weight, slots = decoder.config, decoder.embedding.weight, max(map(sum, config.cells))
+    need = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * slots * weight.element_size()
+    check_memory(f"a rolling cache of {slots:,} tokens", need, weight.device, hint="a smaller --window")
+    saved_progress = state.read() if state is not None else None
+    now = StreamProgress() if saved_progress is None else replace(saved_progress, resumed=saved_progress.resumed + 1)
     if state is not None:
         state.clear_partial()
-        if found is None:
+        if saved_progress is None:
             state.write(now)  # a place that cannot be written to is found before the work, not after it
     began = time.monotonic() - now.seconds
     saved, cost = time.monotonic(), 0.0
-    for window, n_sink in plan.cells[len(now.done) :]:
-        cache = decoder.rolling_cache(window, n_sink=n_sink, positions=plan.positions)
+    for window, n_sink in config.cells[len(now.done) :]:
+        cache = decoder.rolling_cache(window, n_sink=n_sink, positions=config.positions)
         if state is not None and now.length:
             state.restore(cache, now)
-        chunk = plan.chunk or window
+        chunk = config.chunk or window
         # always from a multiple of `chunk`, also after a kill: other chunks would round differently
         for first in range(now.length, n_tokens - 1, chunk):
             last = min(first + chunk, n_tokens - 1)
-            skip = max(0, plan.score_from - first)
+            skip = max(0, config.score_from - first)
             losses = _losses(decoder, input_ids[first:last], input_ids[first + 1 : last + 1], cache, skip)
             n_before = len(now.stretches)
-            now = now.add(first + 1 + skip, losses, every=plan.every or n_tokens, n_tokens=n_tokens)
+            now = now.add(first + 1 + skip, losses, every=config.every or n_tokens, n_tokens=n_tokens)
             now = replace(now, length=cache.length, base=cache._base, seconds=time.monotonic() - began)
             mean = f", loss {now.nll / now.n_scored:.4f}" if now.n_scored else ""
             progress(f"window {window} + {n_sink} sinks", last + 1, n_tokens, f"tokens{mean}")
@@ -129,29 +141,29 @@ def stream(
                 state.write(now, cache)
                 saved = time.monotonic()
                 cost = saved - start
-        now = Standing((*now.done, now.stretches), seconds=now.seconds, resumed=now.resumed)
+        now = StreamProgress((*now.done, now.stretches), seconds=now.seconds, resumed=now.resumed)
         if state is not None:
             state.write(now)
     return [*now.done]
 
 
 def rows(
-    plan: Plan, results: Sequence[Sequence[Stretch]], *, n_front: int = 0, local_layers: str | None = None
+    config: StreamConfig, results: Sequence[Sequence[Segment]], *, n_front: int = 0, local_layers: str | None = None
 ) -> list[Row]:
     """One row a result: the mean loss up to ``at_token``, and ``stretch_loss``, that since the result before.
 
-    The fields of :func:`kvprobe.probes.windows.grid` are all there. ``delta`` and its interval are null: the untouched
+    The fields of :func:`kvprobe.probes.windows.grid` are all there. ``delta`` and its interval are null: the full
     pass they compare with does not exist for a text longer than the model. No family that streams has sink logits.
     """
-    found = []
-    for (window, n_sink), stretches in zip(plan.cells, results, strict=True):
-        before = Stretch(0, 0, 0.0)
+    table = []
+    for (window, n_sink), stretches in zip(config.cells, results, strict=True):
+        before = Segment(0, 0, 0.0)
         for now in stretches:
             loss = now.nll / now.n_scored
             row = {
                 "window": window,
                 "n_sink": n_sink,
-                "positions": plan.positions,
+                "positions": config.positions,
                 "at_token": now.at_token,
                 "tokens_scored": now.n_scored,
                 "loss": loss,
@@ -166,9 +178,9 @@ def rows(
                 "has_sink_logits": False,
                 "sink_logits_dropped": False,
             }
-            found.append(row)
+            table.append(row)
             before = now
-    return found
+    return table
 
 
 def _losses(decoder: Decoder, ids: Tensor, targets: Tensor, cache: RollingCache, skip: int) -> Tensor:

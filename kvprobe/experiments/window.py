@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvprobe.decoder.model import Decoder
-    from kvprobe.experiments.stream_checkpoint import State
-    from kvprobe.experiments.streaming import Plan
+    from kvprobe.experiments.stream_checkpoint import StreamCheckpoint
+    from kvprobe.experiments.streaming import StreamConfig
     from kvprobe.models.subject import Subject
 
 ON_THE_PAGE = {"window", "n_sink", "loss", "perplexity", "delta", "delta_low", "delta_high", "cache_tokens"}
@@ -36,7 +36,7 @@ class Window(Experiment):
     \b
     With --stream a text far longer than the model is read once, all of it unless --tokens is given; every token is
     predicted from what the cache holds. There is no full pass to compare with, so no first row and no delta.
-    Positions absolute end where the model's do; cache has no end. Killed, the same command goes on where it was.
+    Positions absolute end where the model's do; cache has no end. After a kill the same command continues where it was.
 
     \b
     Examples:
@@ -69,24 +69,24 @@ class Window(Experiment):
     )
     sinks: tuple[int, ...] = setting(
         (),
-        "Tokens kept beside the window, in addition to it. Repeat for a grid.",
+        "Sink tokens kept in addition to the window. Repeat for a grid.",
         kind=int,
         shown="0, 1, 4",
     )
     positions: str = setting(
         "absolute",
-        "absolute: a mask. cache: by slot of the cache (RoPE only). recompute: a fresh pass a prediction.",
+        "absolute: a mask. cache: by slot of the cache (RoPE only). recompute: a fresh pass for each prediction.",
         choices=("absolute", "cache", "recompute"),
     )
     sink_choice: str = setting(
         "first",
-        "Which tokens are the sinks; none looks at what is scored.",
+        "Which tokens are the sinks; no choice looks at what is scored.",
         choices=("first", "bos", "random", "heaviest"),
     )
-    drop_sink_logits: bool = setting(False, "Take out the learned sink logits that a model has (gpt-oss).")
+    drop_sink_logits: bool = setting(False, "Remove the model's learned sink logits (gpt-oss).")
     score_from: int | None = setting(
         None,
-        "The first target is the token after it.",
+        "The token after this one is the first target.",
         kind=int,
         shown="half of --tokens; 0 with --stream",
     )
@@ -146,31 +146,36 @@ class Window(Experiment):
 
 
 def stream(
-    subject: "Subject", decoder: "Decoder", plan: "Plan", *, state: "State", progress: Progress = silent
+    subject: "Subject",
+    decoder: "Decoder",
+    config: "StreamConfig",
+    *,
+    state: "StreamCheckpoint",
+    progress: Progress = silent,
 ) -> Result:
     """The whole passage once through a rolling cache: a row a result (:func:`kvprobe.experiments.streaming.stream`).
 
-    ``decoder`` is the subject's model (:func:`kvprobe.decoder.model.from_hf`). It goes on where ``state`` stands and
-    leaves it at the end, for whoever has kept the result to remove. Raises as ``streaming.stream`` does.
+    ``decoder`` is the subject's model (:func:`kvprobe.decoder.model.from_hf`). It continues from ``state``, which
+    stays at the end: the caller removes it once the result is kept. Raises as ``streaming.stream`` does.
     """
     from kvprobe.experiments.streaming import rows
     from kvprobe.experiments.streaming import stream as read_stream
     from kvprobe.probes.windows import describe_local_layers
 
-    results = read_stream(decoder, subject.input_ids[0], plan, state=state, progress=progress)
+    results = read_stream(decoder, subject.input_ids[0], config, state=state, progress=progress)
     standing = state.read()
     assert standing is not None
     record = run_record(
         subject.record(),
-        **asdict(plan),
+        **asdict(config),
         stream=True,
         sink_choice="first",
-        n_targets=subject.passage.n_tokens - 1 - plan.score_from,
+        n_targets=subject.passage.n_tokens - 1 - config.score_from,
         n_resumed=standing.resumed,
         wall_s=round(standing.seconds, 3),
     )
     local_layers = describe_local_layers(subject.loaded.spec.windows)
-    return Result("window", rows(plan, results, n_front=subject.passage.n_front, local_layers=local_layers), record)
+    return Result("window", rows(config, results, n_front=subject.passage.n_front, local_layers=local_layers), record)
 
 
 def _summary(result: Result) -> list[str]:
@@ -182,7 +187,7 @@ def _summary(result: Result) -> list[str]:
     ]
     if run.get("stream"):
         lines.append(
-            "streamed once through a rolling cache; loss is the mean up to at_token, stretch_loss since the last"
+            "streamed once through a rolling cache; loss is the mean up to at_token, stretch_loss since the row before"
         )
     if first["local_layers"]:
         lines.append(f"layers with a window of their own: {first['local_layers']}")

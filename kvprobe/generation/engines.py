@@ -1,11 +1,11 @@
-"""Which engine runs a decoder on a cache? By a rule of shapes, dtypes and devices; it is named in every run record.
+"""Which engine runs a decoder on a cache? A rule of shapes, dtypes and devices says; every run record names it.
 
     ours = engine(decoder, cache)
     logits = ours.prefill(ids)             # [batch, vocab]
     logits = ours.decode(tokens)           # [batch, n, vocab]
 
-The torch engine is the readable decoder itself. That of numba reads the same weights and writes the same cache
-buffers, so that the two can take turns. Nothing is timed in choosing: the same command gives the same bits again.
+The torch engine is the readable decoder itself. The numba engine reads the same weights and writes the same cache
+buffers, so the two can alternate. The choice times nothing: the same command gives the same bits.
 """
 
 from typing import Literal, get_args
@@ -20,9 +20,9 @@ Kind = Literal["auto", "numba", "torch"]
 
 
 def engine(decoder: Decoder, cache: KVCache, kind: Kind = "auto", *, attend: Attend | None = None) -> Engine:
-    """The compiled engine where it does the same, else torch with a note that says why; or the ``kind`` asked for.
+    """The compiled engine if it can stand in, else torch with a note that says why; or the ``kind`` asked for.
 
-    Raises ValueError where "numba" is asked for and cannot be used, saying why.
+    Raises ValueError, saying why, if "numba" is asked for and cannot be used.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"engine must be one of {', '.join(get_args(Kind))}, got {kind!r}")

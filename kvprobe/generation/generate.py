@@ -4,7 +4,7 @@
         print(step.tokens[0])
 
 Prefill reads the prompt and gives the first token; decode takes one token and gives the next. An engine does both
-(:mod:`kvprobe.decoder.engine`); they are timed apart.
+(:mod:`kvprobe.decoder.engine`); they are timed separately.
 """
 
 import time
@@ -37,7 +37,7 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        # below the least the scaled logits overflow float32
+        # with a smaller temperature the scaled logits overflow float32
         if not (self.temperature == 0 or 1e-4 <= self.temperature < float("inf")):
             raise ValueError(f"temperature must be 0 (greedy) or at least 0.0001 and finite, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
@@ -46,9 +46,9 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ``logits`` ``[batch, vocab]`` the tokens that may be drawn: probabilities and ids ``[batch, n]``.
+        """The tokens of ``logits`` ``[batch, vocab]`` that may be drawn: probabilities and ids ``[batch, n]``.
 
-        A token outside the nucleus stands there with probability 0. The whole vocabulary is sorted only for a nucleus
+        Tokens outside the nucleus have probability 0. The whole vocabulary is sorted only for a nucleus
         without ``top_k``.
         """
         if self.temperature == 0:
@@ -92,7 +92,7 @@ class Generation:
     """What was generated and what it took. One entry a row in ``token_ids`` (new tokens alone) and ``stopped_by``.
 
     ``stopped_by`` is "eos", whose token is then the row's last, or "length". ``prefill_ms`` is the time to the first
-    token, ``decode_ms`` the time of each later step. ``cache_bytes`` is what the cache's buffers occupy, 0 without.
+    token, ``decode_ms`` the time of each later step. ``cache_bytes`` are those of the cache's buffers, or 0.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -108,13 +108,13 @@ class Generation:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens that decode gave, all rows, over the seconds it took; None if it gave none."""
+        """Tokens decoded in all rows over the seconds it took; None if there were none."""
         decoded = sum(len(row) - 1 for row in self.token_ids)
         return 1000 * decoded / sum(self.decode_ms) if decoded else None
 
     @classmethod
     def of(cls, steps: Iterable[Step], cache: KVCache | None = None) -> "Generation":
-        """The whole of what :func:`stream` gave."""
+        """All the steps that :func:`stream` gave, as one."""
         steps = list(steps)
         if not steps:
             raise ValueError("nothing was generated")
@@ -143,10 +143,10 @@ def stream(
 ) -> Iterator[Step]:
     """Continue each of ``prompts`` (token ids, of any lengths), one :class:`Step` at a time.
 
-    ``cache`` is emptied first; by default it is a full one of the size needed. ``naive`` uses none and reads the
+    ``cache`` is emptied first; by default it is a full one of the size needed. ``naive`` uses no cache and reads the
     whole sequence again for every token: the baseline. Default sampling is greedy. A row ends with a token of ``eos``.
     The same ``seed`` draws the same tokens. ``engine`` is a kind (:func:`kvprobe.generation.engines.engine`), or one
-    that was made for this decoder and ``cache``. Raises ValueError at once for an empty prompt and where the model's
+    that was made for this decoder and ``cache``. Raises ValueError at once for an empty prompt and if the model's
     positions or the cache will not suffice; KvprobeError for logits that are not finite.
     """
     sampling = sampling or Sampling()
@@ -168,11 +168,11 @@ def stream(
             cache.check(len(prompts), needed)
             if isinstance(engine, str):
                 engine = engines.engine(decoder, cache, engine)
-            # one token is prefill's: nothing to make ready for
+            # a single token is prefill's: nothing is decoded
             if max_new_tokens > 1:
                 engine.ready(ids.shape[1])
         except ValueError:
-            # the padding is of these prompts, which it does not take
+            # the padding belongs to these prompts, which were refused
             cache.reset()
             raise
     ours = None if cache is None or isinstance(engine, str) else engine
@@ -188,7 +188,7 @@ def generate(
     naive: bool = False,
     **settings: Any,
 ) -> Generation:
-    """As :func:`stream`, whose other ``settings`` it takes, all at once."""
+    """As :func:`stream`, with the same other ``settings``, all at once."""
     if cache is None and not naive:
         needed = tokens_fed(prompts, max_new_tokens)
         decoder.check_length(needed)
@@ -198,7 +198,7 @@ def generate(
 
 
 def pieces(tokens: Iterable[int], spell: Callable[[list[int]], str]) -> Iterator[str]:
-    """The text of ``tokens`` as they come: what each adds, withheld while a character is still incomplete.
+    """The text of ``tokens`` as they come: what each adds, held back while a character is incomplete.
 
     ``spell`` is the tokenizer's decode. The pieces together are the text of all tokens.
     """
@@ -206,7 +206,7 @@ def pieces(tokens: Iterable[int], spell: Callable[[list[int]], str]) -> Iterator
     context = spelled = 0
     for token in tokens:
         seen.append(token)
-        # with the piece before as context: a tokenizer may treat the first token it is given in a special way
+        # with the piece before as context: a tokenizer may treat the first token it is given specially
         before, after = spell(seen[context:spelled]), spell(seen[context:])
         if len(after) > len(before) and not after.endswith("\ufffd"):
             context, spelled = spelled, len(seen)
@@ -230,9 +230,9 @@ def tokens_fed(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
 def left_padded(
     prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Token ids ``[batch, length]`` with short rows filled on the left by id 0, and that padding, int ``[batch]``.
+    """Token ids ``[batch, length]`` with short rows padded on the left by id 0, and that padding, int ``[batch]``.
 
-    The padding is None where all are of one length. Which id fills a row does not matter: nothing ever sees it.
+    The padding is None if all are of one length. Which id pads a row does not matter: nothing ever sees it.
     """
     length = tokens_fed(prompts, 1)
     pads = [length - len(prompt) for prompt in prompts]
@@ -269,9 +269,9 @@ def _steps(
                     f"the logits are not finite at dtype {logits.dtype}: try float32, or check the weights"
                 )
             token = sampling.pick(logits, generator)
-        # a row that has ended goes on being fed, since the others need the step, but gives nothing any more
-        tokens = tuple(None if done else one for done, one in zip(ended, token.tolist(), strict=True))
-        ended = [done or one in eos for done, one in zip(ended, tokens, strict=True)]
+        # a row that has ended is still fed, since the others need the step, but gives nothing more
+        tokens = tuple(None if done else drawn for done, drawn in zip(ended, token.tolist(), strict=True))
+        ended = [done or drawn in eos for done, drawn in zip(ended, tokens, strict=True)]
         yield Step(tokens, 1000 * (_now(ids.device) - started), tuple(ended))
         if all(ended):
             return

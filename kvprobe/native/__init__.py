@@ -1,1 +1,1 @@
-"""The same at memory speed: what numba compiles, and the programs that it works off."""
+"""The same at memory speed: what numba compiles, and the programs that it executes."""

@@ -1,14 +1,14 @@
-"""What is one decode step in machine code? A plan of small pieces, which any number of threads work off with numba.
+"""What is one decode step in machine code? A program of small pieces, which any number of threads work through.
 
 A step streams every weight once and computes little with it, so what counts is that all threads read memory all the
-time. The plan (:mod:`kvprobe.native.decode_program` writes it) is one list of pieces in order: some rows of a matrix,
-attention to a part of one head. A thread takes the next piece by an atomic ticket, waits until the pieces it depends on
-are done, computes it, and counts it as done. There are no barriers and no thread owns a part: one that comes late, or
-never (in a forked child), costs time and nothing else; and each piece is computed in one way, so results do not depend
-on the threads.
+time. The program, written by :mod:`kvprobe.native.decode_program`, is one list of pieces in order: some rows of a
+matrix, attention to a part of one head. A thread takes the next piece by an atomic ticket, waits until the pieces it
+depends on are done, computes it, and counts it as done. There are no barriers and no thread owns a part: one that comes
+late, or never (in a forked child), costs time and nothing else; and each piece is computed in one way, so results do
+not depend on the threads.
 
 Memory is passed as addresses: views of the very weights and cache buffers, float32 or bfloat16 (as its 16 bits), with
-float32 in between. Nothing here checks an index; the plan is right or wrong.
+float32 in between. Nothing here checks an index; the program is right or wrong.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def _wait_reading(counter: int, wanted: int, piece: Any, size: int) -> None:
 
 @compiled
 def _finish(piece: Any, table: Any, sequence: int, out: Any) -> None:
-    """What follows a product: the bias, then the activation, the sum with what passes by, or the bound."""
+    """What follows a product: the bias, then the activation, the sum with the residual stream, or the bound."""
     first, n_rows, mode = piece[FIRST], piece[LAST] - piece[FIRST], piece[MODE]
     target = at(piece[TARGET] + sequence * piece[TARGET_STRIDE] + 4 * first, _ZERO)
     if piece[BIAS]:
@@ -145,8 +145,8 @@ def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
         turn(key, head_dim, layer[ROTARY], angles)
     group = table[N_HEADS] // table[N_KV_HEADS]
     scale = at(table[LAYERS] + 8 * (LAYER_ROW * piece[LAYER] + SCALE), _ZERO)[0]
-    for each in range(group):
-        query = at(qkv + 4 * head_dim * (kv_head * group + each), _ZERO)
+    for member in range(group):
+        query = at(qkv + 4 * head_dim * (kv_head * group + member), _ZERO)
         if layer[QUERY_NORM]:
             norm_of(query, head_dim, layer[QUERY_NORM], table[IS_LAYER_NORM], eps, query)
         if layer[ROTARY]:
@@ -202,16 +202,17 @@ def _attend(piece: Any, table: Any, scores: int, zero: Any) -> None:
         # later the padding is somewhere in the ring, until it is overwritten
         for index in range(length + 1 - slots, pad):
             if start <= index % slots < start + count:
-                for each in range(group):
-                    at(scores + each * vector_stride, _ZERO)[index % slots - start] = _HIDDEN
+                for member in range(group):
+                    at(scores + member * vector_stride, _ZERO)[index % slots - start] = _HIDDEN
     partial, next_head = _partial(table, piece[SEQUENCE], kv_head * group, piece[PART]), 4 * (head_dim + 2) * parts
-    for each in range(group):
-        mine, left = at(scores + each * vector_stride, _ZERO), at(partial + each * next_head + 4 * head_dim, _ZERO)
-        highest, total = highest_of(mine, count) if count else _HIDDEN, _ZERO
+    for member in range(group):
+        weights = at(scores + member * vector_stride, _ZERO)
+        left = at(partial + member * next_head + 4 * head_dim, _ZERO)
+        highest, total = highest_of(weights, count) if count else _HIDDEN, _ZERO
         for k in range(count):
-            # where all is hidden there is no highest
-            mine[k] = exp(mine[k] - highest) if highest != _HIDDEN else _ZERO
-            total += mine[k]
+            # if all is hidden there is no highest
+            weights[k] = exp(weights[k] - highest) if highest != _HIDDEN else _ZERO
+            total += weights[k]
         left[0], left[1] = highest, total
     mix(layer[VALUES] + offset, size, count, head_dim, head_dim, group, scores, vector_stride, partial, next_head, zero)
 
@@ -231,8 +232,8 @@ def _merge(piece: Any, table: Any) -> None:
         output = at(piece[TARGET] + piece[SEQUENCE] * piece[TARGET_STRIDE] + 4 * head_dim * head, _ZERO)
         highest, total = _HIDDEN, _ZERO
         for part in range(parts):
-            its = at(_partial(table, piece[SEQUENCE], head, part), _ZERO)[head_dim]
-            highest = its if its > highest else highest
+            peak = at(_partial(table, piece[SEQUENCE], head, part), _ZERO)[head_dim]
+            highest = peak if peak > highest else highest
         for d in range(head_dim):
             output[d] = _ZERO
         for part in range(parts):
@@ -263,10 +264,9 @@ def _inputs(piece: Any, table: Any, vectors: int, vector_stride: int, zero: Any)
     (GPT-2 124M's shapes on a Zen 3, two threads: 24 to 28 GB/s so, 16 to 21 with some columns for each thread.)
     """
     first, stride, size, width = piece[FIRST], piece[STRIDE], table[WEIGHT_BYTES], piece[WIDTH]
-    matrix, n_rows, its = piece[MATRIX] + first * stride * size, piece[LAST] - first, vectors + 4 * first
-    mix(
-        matrix, size, n_rows, stride, width, table[BATCH], its, vector_stride, piece[TARGET], piece[TARGET_STRIDE], zero
-    )
+    matrix, n_rows, target = piece[MATRIX] + first * stride * size, piece[LAST] - first, piece[TARGET]
+    vectors += 4 * first
+    mix(matrix, size, n_rows, stride, width, table[BATCH], vectors, vector_stride, target, piece[TARGET_STRIDE], zero)
 
 
 @compiled
@@ -286,7 +286,7 @@ def _sum(piece: Any, table: Any, outs: int) -> None:
 
 @compiled
 def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
-    """Take pieces of the step that stands open until none is left; thread 0 returns when all are done.
+    """Take pieces of the open step until none is left; thread 0 returns when all are done.
 
     ``shared`` is the table, int64 [TABLE]; ``weight_zero`` and ``cache_zero`` are a zero of the type in which weights
     and cache are stored (float32, or uint16 for bfloat16).
@@ -307,10 +307,11 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
         _wait_reading(table[DONE], start + piece[NEED], piece, table[WEIGHT_BYTES])
         op, vectors, vector_stride = piece[OP], piece[SOURCE], piece[SOURCE_STRIDE]
         if piece[NORM]:
-            # each thread for itself, once: shorter than waiting for another to do it
+            # once per thread: faster than waiting for another to do it
             if normed_for != piece[NEED]:
-                for each in range(batch):
-                    source, target = at(vectors + each * vector_stride, _ZERO), at(normed + 4 * each * hidden, _ZERO)
+                for sequence in range(batch):
+                    source = at(vectors + sequence * vector_stride, _ZERO)
+                    target = at(normed + 4 * sequence * hidden, _ZERO)
                     norm_of(source, hidden, piece[NORM], table[IS_LAYER_NORM], eps, target)
                 normed_for = piece[NEED]
             vectors, vector_stride = normed, 4 * hidden
@@ -329,10 +330,10 @@ def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
         elif op == MERGE:
             _merge(piece, table)
         else:
-            for each in range(batch):
+            for sequence in range(batch):
                 vector, target = (
-                    at(vectors + each * vector_stride, _ZERO),
-                    at(piece[TARGET] + each * piece[TARGET_STRIDE], _ZERO),
+                    at(vectors + sequence * vector_stride, _ZERO),
+                    at(piece[TARGET] + sequence * piece[TARGET_STRIDE], _ZERO),
                 )
                 for k in range(hidden):
                     target[k] += vector[k]

@@ -1,7 +1,7 @@
-"""How is a decoder's step laid out for the kernels? A plan of pieces, one table of addresses, and threads.
+"""How is a decoder's step laid out for the kernels? A program of pieces, one table of addresses, and threads.
 
 Matrices are the decoder's own storage, so that a change in place is followed; vectors (norms, biases: thousandths of
-the weights) are copied to float32 once, with the norms' offset added. Whoever changes weights makes a new step.
+the weights) are copied to float32 once, with the norms' offset added. After changing weights, make a new step.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from kvprobe.native.queue import TOTAL
 from kvprobe.native.vectors import HALVES, INTERLEAVED
 from kvprobe.native.workers import Arena, WorkerPool, vector_of
 
-# What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads waiting at a phase's end.
+# What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads idle at a phase's end.
 PIECE_BYTES = 384 * 1024
 # Into how many parts a matrix is cut that is stored by inputs: enough for some threads, and what they all add is small
 # beside the matrix. Not by the number of threads either.
@@ -36,30 +36,30 @@ class NumbaStep:
     """The whole decode step compiled, float32 between weights and cache of float32 or bfloat16. On a CPU.
 
     As many threads as torch has, and the batch of the cache. The logits are float32. Beyond the decoder and the cache
-    it holds the plan, a row's logits and inner vectors and, a thread, scratch for a piece of each row. See
+    it holds the program, a row's logits and inner vectors and, a thread, scratch for a piece of each row. See
     :class:`kvprobe.native.engine.NumbaEngine`.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, *, n_threads: int | None = None) -> None:
         self._decoder, self._cache = decoder, cache
         self._arena = Arena()
-        self._plan = _Plan(decoder, cache, self._arena, n_threads or torch.get_num_threads())
-        self._table = self._plan.table
+        self._program = DecodeProgram(decoder, cache, self._arena, n_threads or torch.get_num_threads())
+        self._table = self._program.table
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
         kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
         self._pool = WorkerPool(k.work, n_threads or torch.get_num_threads(), self._table, kinds, self._arena)
-        # nothing stands open yet: this compiles, or reads what an earlier process compiled
+        # no piece is open yet: this compiles, or loads what an earlier process compiled
         k.work(self._table, 1, *kinds)
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
         """Feed one token a row, ``[batch]``, after what the cache holds; the next logits, float32 ``[batch, vocab]``.
 
-        Raises ValueError, before anything is written, where the cache or the model's positions do not suffice.
+        Raises ValueError, before anything is written, if the cache or the model's positions do not suffice.
         """
         decoder, cache, table = self._decoder, self._cache, self._table
-        vocab, whole = decoder.config.vocab, token.dtype in (torch.int32, torch.int64)
-        if not whole or token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:
+        vocab, integers = decoder.config.vocab, token.dtype in (torch.int32, torch.int64)
+        if not integers or token.shape != (cache.batch,) or not 0 <= int(token.min()) <= int(token.max()) < vocab:
             count = "one token id" if cache.batch == 1 else f"{cache.batch} token ids"
             raise ValueError(f"{count} below {vocab} expected, got {token.tolist()}")
         length = cache.length
@@ -69,19 +69,19 @@ class NumbaStep:
         decoder.check_length(length + 1, cache)
         cache.begin(cache.batch, 1)
         self._pool.finish()
-        # Threads of torch's, woken for a large copy, wait for more work on the cores that the next step needs: 5 ms of
+        # torch's threads, woken for a large copy, wait for more work on the cores that the next step needs: 5 ms of
         # 16 to 28 a token.
         with one_thread():
-            self._plan.enter(token, cache)
+            self._program.enter(token, cache)
             table[k.LENGTH] = length
-            table[k.LAG] = self._plan.turn_sinks(cache)
+            table[k.LAG] = self._program.turn_sinks(cache)
             self._pool.run()
-            logits = self._plan.logits.clone()
+            logits = self._program.logits.clone()
         cache.end()
         return logits
 
 
-class _Plan:
+class DecodeProgram:
     """The pieces of one step in order, and the table that the kernels read."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, arena: Arena, n_threads: int) -> None:
@@ -124,18 +124,18 @@ class _Plan:
             norm=decoder.norm,
             mode=k.STORE if config.final_softcap is None else k.CAP,
         )
-        plan = np.array(self.pieces, dtype=np.int64)
-        arena.kept += [plan, layers]
+        pieces = np.array(self.pieces, dtype=np.int64)
+        arena.kept += [pieces, layers]
         numbers = arena.vector(
             torch.tensor([config.norm_eps, config.final_softcap or 0.0], dtype=torch.float32, device="cpu")
         )
-        max_rows = int((plan[:, k.LAST] - plan[:, k.FIRST]).max())
+        max_rows = int((pieces[:, k.LAST] - pieces[:, k.FIRST]).max())
         scores = config.n_heads // config.n_kv_heads * part_slots
         # each thread's own cache lines
         scratch = 64 * -(-4 * (batch * (config.hidden + max_rows) + max(scores, config.head_dim) + 16) // 64)
         given = {
-            k.PLAN: plan.ctypes.data,
-            TOTAL: len(plan),
+            k.PLAN: pieces.ctypes.data,
+            TOTAL: len(pieces),
             k.SCRATCH: arena.room(n_threads * scratch // 4).data_ptr(),
             k.SCRATCH_BYTES: scratch,
             k.WEIGHT_BYTES: self.item,
@@ -215,7 +215,7 @@ class _Plan:
         return 0, config.n_heads * config.head_dim, (config.n_heads + config.n_kv_heads) * config.head_dim
 
     def _add(self, module: nn.Module, source: Tensor, post_norm: nn.Module) -> None:
-        """A product added to what passes by, normed before if the model does."""
+        """A product added to the residual stream, normed first if the model does."""
         if isinstance(post_norm, nn.Identity):
             self._phase([(module, self.x)], source=source, mode=k.ADD)
             return
@@ -246,7 +246,7 @@ class _Plan:
             return
         for module, target in products:
             # only GPT-2 stores [in, out], and it has no gate
-            weights = [each.weight.contiguous() for each in (module, second) if each is not None]
+            weights = [part.weight.contiguous() for part in (module, second) if part is not None]
             n_out, n_in = weights[0].shape
             per_thread = max(1, round(sum(map(torch.numel, weights)) * self.item / PIECE_BYTES / self.n_threads))
             # rows come in fours
@@ -299,7 +299,7 @@ class _Plan:
         target: Tensor | None = None,
         **others: int,
     ) -> None:
-        """One row of the plan; ``others`` by the names of its columns in small letters."""
+        """One row of the program; ``others`` by the names of its columns in small letters."""
         row = [0] * k.ROW
         row[k.NEED], row[k.OP], row[k.FIRST], row[k.LAST] = need, op, first, last
         row[k.SOURCE], row[k.SOURCE_STRIDE] = source.data_ptr(), stride(source)

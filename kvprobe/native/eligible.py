@@ -10,14 +10,14 @@ from torch import nn
 from kvprobe.caches.kv_cache import FullCache, KVCache, RollingCache
 from kvprobe.decoder.model import MLP, Attend, Attention, Block, Decoder, Norm
 
-# the fields of a decoder's configuration that compiled code honours; one that is added elsewhere is refused by name
+# the fields of a decoder's configuration that compiled code honours; any other field is refused by name
 HONOURED = frozenset(
     {"n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden", "mlp_width", "vocab", "max_positions", "rotary"}
     | {"local_rotary", "windows", "norm", "norm_eps", "norm_offset", "post_norms", "qk_norm", "activation", "qkv_bias"}
     | {"out_bias", "mlp_bias", "scale", "scale_by_layer", "embedding_scale", "tied_head", "final_softcap"}
 )
 
-# what compiled code computes itself, where nobody would see a hook or another module
+# the modules that compiled code computes itself, ignoring hooks and replacements
 _KNOWN = {
     *(Decoder, Block, Attention, MLP, Norm),
     *(nn.Linear, nn.LayerNorm, nn.Embedding, nn.Identity, nn.ModuleList),
@@ -25,7 +25,7 @@ _KNOWN = {
 
 
 def unreadable(cache: KVCache, n_tokens: int) -> str | None:
-    """Why the compiled reader cannot read ``n_tokens`` more tokens a row into ``cache``; None where it can."""
+    """Why the compiled reader cannot read ``n_tokens`` more tokens a row into ``cache``; None if it can."""
     if type(cache) is not FullCache:
         return f"it does not know the cache {type(cache).__name__}"
     if cache.pads is not None:
@@ -36,7 +36,7 @@ def unreadable(cache: KVCache, n_tokens: int) -> str | None:
 
 
 def obstacle(decoder: Decoder, cache: KVCache, attend: Attend | None = None) -> str | None:
-    """Why compiled code cannot stand in for this decoder on this cache; None where it can."""
+    """Why compiled code cannot stand in for this decoder on this cache; None if it can."""
     weights = {parameter.dtype for parameter in decoder.parameters()}
     plain = (torch.float32, torch.bfloat16)
     if attend is not None:

@@ -1,4 +1,4 @@
-"""How is a decoder run compiled? Prompts by phases, tokens by steps; what neither can do is torch's."""
+"""How is a decoder run compiled? Prompts by phases, tokens by steps; torch runs what neither can."""
 
 from functools import cached_property
 

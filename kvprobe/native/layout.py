@@ -1,4 +1,4 @@
-"""How is work cut into pieces, and what lies beside what?"""
+"""How is work cut into pieces, and which outputs are neighbours in memory?"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def side_by_side(products: Sequence[tuple[Any, Tensor]]) -> list[tuple[list[Any]
         if together:
             modules, first = together[-1]
             before, weight = modules[-1].weight, module.weight
-            n_before = sum(each.weight.shape[0] for each in modules)
+            n_before = sum(part.weight.shape[0] for part in modules)
             follows = weight.data_ptr() == before.data_ptr() + before.shape[0] * before.element_size()
             if follows and weight.stride() == before.stride() and target.data_ptr() == first.data_ptr() + 4 * n_before:
                 modules.append(module)

@@ -1,4 +1,4 @@
-"""What is the reading of a prompt in machine code? A list of phases, each cut into pieces, worked off by any threads.
+"""What is the reading of a prompt in machine code? A list of phases, each cut into pieces, for any number of threads.
 
 A prompt is bound by arithmetic: every weight meets all of its tokens. Tokens go by blocks of `BLOCK`, and whatever has
 one vector a token lies as ``[blocks, width, BLOCK]``: a product of :func:`kvprobe.native.tiles.tile` reads such a block
@@ -64,15 +64,15 @@ def _rows_of(
 
 @compiled
 def _add_bias(bias: int, n_rows: int, out: Any) -> None:
-    each = at(bias, _ZERO)
+    biases = at(bias, _ZERO)
     for r in range(n_rows):
         for token in range(BLOCK):
-            out[BLOCK * r + token] += each[r]
+            out[BLOCK * r + token] += biases[r]
 
 
 @compiled
 def _product(row: Any, table: Any, piece: int, packed: int, outs: int, zero: Any) -> None:
-    """Some rows of a matrix times all tokens, then the bias, then the activation or the sum with what passes by."""
+    """Some rows of a matrix times all tokens, then bias, activation or the sum with the residual stream."""
     first = piece * row[PER]
     n_rows, width, mode = min(row[PER], row[N_ROWS] - first), row[WIDTH], row[MODE]
     matrix, row_stride, tile_stride, stride = _rows_of(row, table, row[MATRIX], first, n_rows, packed, zero)
@@ -168,8 +168,8 @@ def _place(row: Any, table: Any, piece: int, spare: int, zero: Any) -> None:
     angles = layer[ANGLES] + block * head_bytes
     scale = at(table[LAYERS] + 8 * (LAYER_ROW * row[LAYER] + SCALE), _ZERO)[0]
     group = n_heads // n_kv_heads
-    for each in range(kv_head * group, (kv_head + 1) * group):
-        place = heads + each * head_bytes
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        place = heads + head * head_bytes
         query = at(place, _ZERO)
         if layer[QUERY_NORM]:
             _norm(place, head_dim, layer[QUERY_NORM], is_layer_norm, eps, spare, place)
@@ -237,13 +237,13 @@ def _attend(row: Any, table: Any, piece: int, packed: int, zero: Any) -> None:
             score[i] = exp(score[i])
         total(scores, n_keys, sums)
         product_of(values, 4, 4 * TILE_ROWS, line, head_dim, scores, n_keys, end - query, outs)
-        out, whole = at(outs, _ZERO), at(sums, _ZERO)
+        out, weight_sum = at(outs, _ZERO), at(sums, _ZERO)
         target = at(row[TARGET] + (block * row[TARGET_WIDTH] + head * head_dim) * _LINE, _ZERO)
         for token in range(BLOCK):
-            whole[token] = _ONE / whole[token]
+            weight_sum[token] = _ONE / weight_sum[token]
         for d in range(head_dim):
             for token in range(BLOCK):
-                target[BLOCK * d + token] = out[BLOCK * d + token] * whole[token]
+                target[BLOCK * d + token] = out[BLOCK * d + token] * weight_sum[token]
 
 
 @compiled
@@ -261,7 +261,7 @@ def _normed(row: Any, table: Any, block: int, spare: int) -> None:
 
 @compiled
 def work(shared: Any, thread: int, weight_zero: Any, cache_zero: Any) -> None:
-    """Take pieces of the tokens that stand open until none is left; thread 0 returns when all are done.
+    """Take pieces of the open tokens until none is left; thread 0 returns when all are done.
 
     As :func:`kvprobe.native.decode_kernels.work`: ``shared`` is the table, the zeros are of the types of weights and
     cache.

@@ -2,8 +2,7 @@
 
 The decoder's own matrices and the cache's own buffers, as in :mod:`kvprobe.native.decode_program`; vectors lie in
 blocks of tokens (:mod:`kvprobe.native.prefill_kernels`), as many tokens at once as `TOKENS_AT_ONCE`, so that they do
-not grow with the prompt. Whoever changes weights in place need do nothing; whoever gives them other memory makes a new
-reader.
+not grow with the prompt. Weights may change in place; if they are given other memory, make a new reader.
 """
 
 from typing import Any
@@ -27,7 +26,7 @@ from kvprobe.native.workers import Arena, WorkerPool, vector_of
 TOKENS_AT_ONCE = 22 * BLOCK
 # About the most that a piece reads of a matrix: it stays in a core's second cache while all blocks pass.
 PIECE_BYTES = 256 * 1024
-# into how many pieces each thread's share of a matrix is cut, so that none waits long for the others at its end
+# into how many pieces each thread's share of a matrix is cut, so that no thread waits long for the others
 PIECES_A_THREAD = 8
 
 
@@ -36,7 +35,7 @@ class NumbaReader:
 
     As many threads as torch has. Beyond the decoder and the cache it holds the vectors of `TOKENS_AT_ONCE` tokens and,
     a thread, a piece of a matrix and a block's scores of a whole cache; of one in 16 bits also a head's keys and values
-    in float32. See :class:`kvprobe.native.engine.NumbaEngine`. Raises ValueError for a cache that is no
+    in float32. See :class:`kvprobe.native.engine.NumbaEngine`. Raises ValueError for a cache that is not a
     :class:`FullCache`.
     """
 
@@ -46,24 +45,24 @@ class NumbaReader:
         n_threads = n_threads or torch.get_num_threads()
         self._decoder, self._cache, self._arena = decoder, cache, Arena()
         self._weights = _addresses(decoder)
-        self._plan = _Plan(decoder, cache, self._arena, n_threads)
+        self._program = PrefillProgram(decoder, cache, self._arena, n_threads)
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
         kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
-        self._pool = WorkerPool(k.work, n_threads, self._plan.table, kinds, self._arena)
-        # nothing stands open yet: this compiles, or reads what an earlier process compiled
-        k.work(self._plan.table, 1, *kinds)
+        self._pool = WorkerPool(k.work, n_threads, self._program.table, kinds, self._arena)
+        # no piece is open yet: this compiles, or loads what an earlier process compiled
+        k.work(self._program.table, 1, *kinds)
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
         """Feed ``ids`` ``[batch, n_tokens]`` after what the cache holds; the last token's ``[batch, hidden]``.
 
-        Raises ValueError, before anything is written, where the cache or the model's positions do not suffice, for ids
+        Raises ValueError, before anything is written, if the cache or the model's positions do not suffice, for ids
         outside the vocabulary, padding, a ring that would roll, and a decoder whose weights have other memory now.
         """
-        cache, plan = self._cache, self._plan
+        cache, program = self._cache, self._program
         batch, n_tokens = ids.shape
-        vocab, whole = self._decoder.config.vocab, ids.dtype in (torch.int32, torch.int64)
-        if not n_tokens or not whole or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        vocab, integers = self._decoder.config.vocab, ids.dtype in (torch.int32, torch.int64)
+        if not n_tokens or not integers or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise ValueError(f"token ids below {vocab} expected, at least one a row")
         cache.check(batch, n_tokens)
         self._decoder.check_length(cache.length + n_tokens, cache)
@@ -72,7 +71,7 @@ class NumbaReader:
         if self._weights != _addresses(self._decoder):
             raise ValueError("the decoder's weights are not where they were: make a new reader")
         last: list[Tensor] = []
-        # Threads of torch's, woken for a large copy, wait for more work on the cores that the pieces need.
+        # torch's threads, woken for a large copy, wait for more work on the cores that the pieces need.
         with one_thread():
             for part in ids.split(TOKENS_AT_ONCE, dim=1):
                 cache.begin(batch, part.shape[1])
@@ -80,14 +79,14 @@ class NumbaReader:
                 embedded = self._decoder.embedding(part).float()
                 positions, last = cache.positions(part.shape[1]), []
                 for row in range(batch):
-                    plan.enter(row, embedded[row], positions, past=cache.length)
+                    program.enter(row, embedded[row], positions, past=cache.length)
                     self._pool.run()
-                    last.append(plan.last(part.shape[1]))
+                    last.append(program.last(part.shape[1]))
                 cache.end()
             return self._decoder.norm(torch.stack(last).to(self._decoder.embedding.weight.dtype))
 
 
-class _Plan:
+class PrefillProgram:
     """The phases of one reading in order, and the table that the kernels read."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, arena: Arena, n_threads: int) -> None:
@@ -164,7 +163,7 @@ class _Plan:
         self.table[TOTAL] = starts[-1]
 
     def last(self, n_tokens: int) -> Tensor:
-        """What passes by of the last token, ``[hidden]``."""
+        """The residual stream of the last token, ``[hidden]``."""
         block, token = divmod(n_tokens - 1, BLOCK)
         return self.x[block, :, token].clone()
 
@@ -191,7 +190,7 @@ class _Plan:
         self._add(mlp.down, self.gated, block.mlp_post_norm)
 
     def _add(self, module: nn.Module, source: Tensor, post_norm: nn.Module) -> None:
-        """A product added to what passes by, normed before if the model does."""
+        """A product added to the residual stream, normed first if the model does."""
         if isinstance(post_norm, nn.Identity):
             self._product(module, source, self.x, mode=k.ADD)
             return
@@ -213,7 +212,7 @@ class _Plan:
         together: bool = False,
     ) -> None:
         """A matrix, or the gated pair of two, by as many rows as stay in a core's cache."""
-        weights = [each.weight for each in (module, second) if each is not None]
+        weights = [part.weight for part in (module, second) if part is not None]
         n_out, n_in = weights[0].shape
         if len({weight.stride() for weight in weights}) > 1:
             # a pair is read alike

@@ -98,8 +98,8 @@ def dots_of_all(
             )
             _dots_of_four(upper, lower, size, count, width, four, source, vector_stride, target, half, out_stride, zero)
     if 2 * half < n_rows:
-        for each in range(batch):
-            vector, target = at(vectors + each * vector_stride, _ZERO), at(outs + each * out_stride + 8 * half, _ZERO)
+        for index in range(batch):
+            vector, target = at(vectors + index * vector_stride, _ZERO), at(outs + index * out_stride + 8 * half, _ZERO)
             dots(matrix + 2 * half * line, size, 1, width, vector, target, zero)
 
 
@@ -111,10 +111,10 @@ def mix(
     """``out[c] = sum over r of vector[r] * matrix[r, c]`` of the first ``width`` columns, rows ``stride`` apart.
 
     Of ``batch`` vectors, eight rows at a time, so that each row is read from memory once; one from each eighth, as in
-    :func:`dots`. (GPT-2 124M, medians in turns: 26.0 ms a step so, 27.6 by four neighbours, 28.4 by four quarters.)
+    :func:`dots`. (GPT-2 124M, medians, alternating: 26.0 ms a step so, 27.6 by four neighbours, 28.4 by four quarters.)
     """
-    for each in range(batch):
-        out = at(outs + each * out_stride, _ZERO)
+    for index in range(batch):
+        out = at(outs + index * out_stride, _ZERO)
         for c in range(width):
             out[c] = _ZERO
     eighth, line = n_rows // 8, stride * size
@@ -123,8 +123,8 @@ def mix(
         w2, w3 = at(matrix + (2 * eighth + r) * line, zero), at(matrix + (3 * eighth + r) * line, zero)
         w4, w5 = at(matrix + (4 * eighth + r) * line, zero), at(matrix + (5 * eighth + r) * line, zero)
         w6, w7 = at(matrix + (6 * eighth + r) * line, zero), at(matrix + (7 * eighth + r) * line, zero)
-        for each in range(batch):
-            vector, out = at(vectors + each * vector_stride + 4 * r, _ZERO), at(outs + each * out_stride, _ZERO)
+        for index in range(batch):
+            vector, out = at(vectors + index * vector_stride + 4 * r, _ZERO), at(outs + index * out_stride, _ZERO)
             x0, x1, x2, x3 = vector[0], vector[eighth], vector[2 * eighth], vector[3 * eighth]
             x4, x5, x6, x7 = vector[4 * eighth], vector[5 * eighth], vector[6 * eighth], vector[7 * eighth]
             for c in range(width):
@@ -132,8 +132,8 @@ def mix(
                 out[c] += upper + x4 * wide(w4[c]) + x5 * wide(w5[c]) + x6 * wide(w6[c]) + x7 * wide(w7[c])
     for r in range(8 * eighth, n_rows):
         w0 = at(matrix + r * line, zero)
-        for each in range(batch):
-            x0, out = at(vectors + each * vector_stride, _ZERO)[r], at(outs + each * out_stride, _ZERO)
+        for index in range(batch):
+            x0, out = at(vectors + index * vector_stride, _ZERO)[r], at(outs + index * out_stride, _ZERO)
             for c in range(width):
                 out[c] += x0 * wide(w0[c])
 

@@ -1,7 +1,7 @@
 """How do threads share a list of pieces without a barrier? By tickets, and counts of what is done.
 
-Whoever wants work takes the next ticket and waits until the pieces before it that it depends on are done; no thread
-owns a part. A table of int64 words begins with what is needed for this, and `open_step` lets its pieces be taken.
+A thread that wants work takes the next ticket and waits until the pieces that it depends on are done; no thread owns
+a part. A table of int64 words begins with what is needed for this, and `open_step` lets its pieces be taken.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _WORD = np.int64(0)
 
 @compiled
 def wait(counter: int, wanted: int) -> None:
-    """Until the counter at this address is ``wanted``."""
+    """Wait until the counter at this address is ``wanted``."""
     spins = 0
     while read(counter) < wanted:
         spins += 1
@@ -41,7 +41,7 @@ def take(taken: int, limit: int) -> int:
 
 @compiled
 def open_step(shared: Any) -> None:
-    """Let the pieces of one more step be taken; whoever takes one sees all that was written before."""
+    """Let the pieces of one more step be taken; a thread that takes one sees all that was written before."""
     table = at(shared.ctypes.data, _WORD)
     add(table[LIMIT], table[TOTAL])
 

@@ -48,10 +48,10 @@ def _store(builder: Any, tokens: Tokens, address: Any) -> None:
 
 def _for_all(builder: Any, address: Any) -> Any:
     """The one number at ``address`` in all lanes."""
-    one = builder.load(builder.inttoptr(address, _NUMBER.as_pointer()))
+    number = builder.load(builder.inttoptr(address, _NUMBER.as_pointer()))
     nothing = ir.Constant(_VECTOR, ir.Undefined)
     lanes = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
-    return builder.shuffle_vector(builder.insert_element(nothing, one, ir.IntType(32)(0)), nothing, lanes)
+    return builder.shuffle_vector(builder.insert_element(nothing, number, ir.IntType(32)(0)), nothing, lanes)
 
 
 def _along(
@@ -59,10 +59,10 @@ def _along(
     block: Any,
     width: Any,
     starts: Sequence[Tokens],
-    each: Callable[[Any, Any, Tokens, Any], Any],
+    step: Callable[[Any, Any, Tokens, Any], Any],
     n_tokens: int = BLOCK,
 ) -> list[Tokens]:
-    """A loop over k: ``each`` takes k, the address of a block's row, its numbers and the state, and gives the next."""
+    """A loop over k: ``step`` takes k, the address of a block's row, its numbers and the state, and gives the next."""
     before = builder.block
     loop, after = builder.append_basic_block("along"), builder.append_basic_block("after")
     builder.branch(loop)
@@ -70,7 +70,7 @@ def _along(
     k, states = builder.phi(_WORD), [[builder.phi(_VECTOR) for _ in start] for start in starts]
     address = builder.add(block, builder.mul(k, _WORD(4 * BLOCK)))
     following = builder.add(k, _WORD(1))
-    nexts: list[Tokens] = each(k, address, _load(builder, address, n_tokens), states)
+    nexts: list[Tokens] = step(k, address, _load(builder, address, n_tokens), states)
     for state, start, new in zip(states, starts, nexts, strict=True):
         for phi, first, then in zip(state, start, new, strict=True):
             phi.add_incoming(first, before)
@@ -133,18 +133,18 @@ def _tile_body(
         there = builder.icmp_signed("<", _WORD(r), last)
         rows.append(builder.add(matrix, builder.mul(builder.select(there, _WORD(r), last), row_stride)))
 
-    def each(k: Any, address: Any, tokens: Tokens, sums: Any) -> list[Tokens]:
+    def step(k: Any, address: Any, tokens: Tokens, sums: Any) -> list[Tokens]:
         # a row at a time: there is one register left for their numbers, and the compiler keeps this order
         offset = builder.mul(k, stride)
         nexts: list[Tokens] = []
-        for row, its in zip(rows, sums, strict=True):
+        for row, row_sums in zip(rows, sums, strict=True):
             number = _for_all(builder, builder.add(row, offset))
-            nexts.append([_times(builder, number, token, sum_) for token, sum_ in zip(tokens, its, strict=True)])
+            nexts.append([_times(builder, number, token, sum_) for token, sum_ in zip(tokens, row_sums, strict=True)])
         return nexts
 
-    sums = _along(builder, block, width, [_constant(0.0, n_tokens)] * height, each, n_tokens)
-    for r, its in enumerate(sums):
-        _store(builder, its, builder.add(out, _WORD(4 * BLOCK * r)))
+    sums = _along(builder, block, width, [_constant(0.0, n_tokens)] * height, step, n_tokens)
+    for r, row_sums in enumerate(sums):
+        _store(builder, row_sums, builder.add(out, _WORD(4 * BLOCK * r)))
 
 
 @intrinsic
@@ -183,10 +183,10 @@ def _fold(start: float, combine: Callable[[Any, Any, Any], Any]) -> Callable[...
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         block, width, out = arguments
 
-        def each(k: Any, address: Any, tokens: Tokens, states: Any) -> list[Tokens]:
+        def step(k: Any, address: Any, tokens: Tokens, states: Any) -> list[Tokens]:
             return [[combine(builder, new, old) for new, old in zip(tokens, states[0], strict=True)]]
 
-        _store(builder, _along(builder, block, width, [_constant(start)], each)[0], out)
+        _store(builder, _along(builder, block, width, [_constant(start)], step)[0], out)
         return context.get_dummy_value()
 
     return code
@@ -200,11 +200,11 @@ def lower(context: Any, block: Any, width: Any, by: Any) -> Any:
         block, width, by = arguments
         less = _load(builder, by)
 
-        def each(k: Any, address: Any, tokens: Tokens, states: Any) -> list[Tokens]:
-            _store(builder, [builder.fsub(token, one) for token, one in zip(tokens, less, strict=True)], address)
+        def step(k: Any, address: Any, tokens: Tokens, states: Any) -> list[Tokens]:
+            _store(builder, [builder.fsub(token, number) for token, number in zip(tokens, less, strict=True)], address)
             return []
 
-        _along(builder, block, width, [], each)
+        _along(builder, block, width, [], step)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), code
@@ -218,14 +218,14 @@ def rescale(context: Any, block: Any, width: Any, factors: Any, weight: Any, out
         block, width, factors, weight, out = arguments
         scales = _load(builder, factors)
 
-        def each(k: Any, address: Any, tokens: Tokens, states: Any) -> list[Tokens]:
+        def step(k: Any, address: Any, tokens: Tokens, states: Any) -> list[Tokens]:
             number = _for_all(builder, builder.add(weight, builder.mul(k, _WORD(4))))
             scaled = [builder.fmul(token, scale) for token, scale in zip(tokens, scales, strict=True)]
             target = builder.add(out, builder.sub(address, block))
             _store(builder, [builder.fmul(token, number) for token in scaled], target)
             return []
 
-        _along(builder, block, width, [], each)
+        _along(builder, block, width, [], step)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), code

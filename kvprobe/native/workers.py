@@ -1,4 +1,4 @@
-"""Who works off a table's pieces, and what keeps the memory alive that they point into?"""
+"""Which threads compute a table's pieces, and what keeps the memory alive that they point into?"""
 
 import threading
 import weakref
@@ -23,7 +23,7 @@ class Arena:
         self.kept: list[Any] = []
 
     def hold(self, *tensors: Tensor) -> None:
-        """Keep the memory of ``tensors``, also where a parameter is given another (``.to``, ``.data``) later."""
+        """Keep the memory of ``tensors``, even if a parameter is given other memory (``.to``, ``.data``) later."""
         self.kept += [tensor.detach() for tensor in tensors]
 
     def floats(self, count: int) -> Tensor:
@@ -31,7 +31,7 @@ class Arena:
         return self.room(count).zero_()
 
     def room(self, count: int) -> Tensor:
-        """A new float32 vector of anything, which takes memory as it is written."""
+        """A new float32 vector with arbitrary content, whose memory is committed as it is written."""
         # whatever the user's default dtype and device
         self.kept.append(torch.empty(count, dtype=torch.float32, device="cpu"))
         return self.kept[-1]
@@ -54,9 +54,9 @@ class Arena:
         return int(weight.data_ptr()), not weight.is_contiguous()
 
     def biases(self, *modules: Any) -> int:
-        """The address of the biases that ``modules`` have, one after the other; 0 where there is none."""
-        found = [module.bias for module in modules if getattr(module, "bias", None) is not None]
-        return self.vector(*found) if found else 0
+        """The address of the biases that ``modules`` have, one after the other; 0 if there are none."""
+        biases = [module.bias for module in modules if getattr(module, "bias", None) is not None]
+        return self.vector(*biases) if biases else 0
 
     def table(self, size: int, given: Mapping[int, int]) -> Any:
         """A table of ``size`` words, with counters on cache lines of their own (:mod:`kvprobe.native.queue`)."""
@@ -76,7 +76,7 @@ def vector_of(norm: Any, arena: Arena) -> int:
 
 
 class WorkerPool:
-    """Threads that wait for a step to open. They hold nothing but the arena, and end with the team."""
+    """Threads that wait for a step to open. They hold nothing but the arena, and end with the pool."""
 
     def __init__(self, work: Work, n_threads: int, table: Any, kinds: tuple[Any, Any], arena: Arena) -> None:
         self._work, self._table, self._kinds = work, table, kinds
@@ -85,16 +85,16 @@ class WorkerPool:
         threads = []
         for number, gate in enumerate(self._gates, start=1):
             gate.acquire()
-            # daemons, since the interpreter waits for others before it lets us close the team
+            # daemons, since the interpreter waits for others before it lets us close the pool
             arguments = (work, gate, closing, table, number, kinds, arena)
             threads.append(threading.Thread(target=_serve, args=arguments, name=f"kvprobe step {number}", daemon=True))
             threads[-1].start()
         weakref.finalize(self, _close, self._gates, closing, threads)
 
     def finish(self) -> None:
-        """Work off what an interrupt left open, so that the next step starts from its own first piece.
+        """Finish what an interrupt left open, so that the next step starts from its own first piece.
 
-        Once the cache has begun a pass, and not before: what stands open may be another thread's.
+        Only once the cache has begun a pass: before, the open pieces may be another thread's.
         """
         if queue.is_open(self._table):
             self._work(self._table, 0, *self._kinds)
@@ -107,7 +107,7 @@ class WorkerPool:
                 _release(gate)
             self._work(self._table, 0, *self._kinds)
         except BaseException:
-            # what stood open would be written into whatever the cache holds then
+            # otherwise the open pieces would be written into whatever the cache holds later
             self.finish()
             raise
 
@@ -121,7 +121,7 @@ def _serve(work: Work, gate: Any, closing: Any, table: Any, thread: int, kinds: 
 
 
 def _release(gate: Any) -> None:
-    # one that still works at the step before finds the gate open when it returns to it
+    # a thread still at the step before finds the gate open when it returns
     if gate.locked():
         gate.release()
 

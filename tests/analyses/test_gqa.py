@@ -130,7 +130,7 @@ def test_a_default_that_changes_would_serve_old_cells_as_new_ones():
 def test_the_study_has_every_cell_and_its_record_names_those_that_are_missing(tmp_path, text):
     settings = {"text": text, "protocol": TINY, "seeds": (0, 1)}
     store = tmp_path / "cells"
-    with pytest.raises(KvprobeError, match=f"none of the cells asked for is in {re.escape(str(store))}: name the dir"):
+    with pytest.raises(KvprobeError, match=f"none of these models is in {re.escape(str(store))}: name the dir"):
         study.run(store, **settings, collect=True)
     some = study.run(store, **settings | {"seeds": (0,)}, kv_heads=(8, 2))
     assert [(row["n_kv_heads"], row["seed"]) for row in some.rows] == [(8, 0), (2, 0)]
@@ -321,7 +321,7 @@ def test_the_sentences_say_which_step_was_best_and_over_how_many_pairs():
     # no seed in common: said, and not passed over
     rows = [row_of(8, 0, 1.5), row_of(1, 1, 1.6)]
     _, _, one = sentences(Result("gqa", rows, shared | {"summary": summary(rows, margin=0.05)}))
-    assert one.endswith("; at step 200, 2.100 after the last); not compared: multi-head has none of its seeds")
+    assert one.endswith("; at step 200, 2.100 after the last); not compared: no seed in common with multi-head")
 
 
 def test_the_speed_benchmark_times_models_of_one_size():

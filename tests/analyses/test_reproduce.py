@@ -250,7 +250,7 @@ def test_what_is_mistyped_is_the_users_to_mend_and_no_reason_to_leave_rows_out(t
     monkeypatch.setattr(reproduce.Bench, "blocks", None)
     with pytest.raises(KvprobeError, match="there is no reference nosuch"):
         reproduce.run("gpt2", reference=str(tmp_path / "nosuch"))
-    with pytest.raises(KvprobeError, match=r"there is no directory .*nosuch: name the one that GPT-2's weights are in"):
+    with pytest.raises(KvprobeError, match=r"there is no directory .*nosuch: name the one with GPT-2's weights"):
         reproduce.run(str(tmp_path / "nosuch"))
 
 
@@ -265,5 +265,5 @@ def test_damaged_weights_are_nobodys(shaped, tmp_path, monkeypatch, name, conten
     if name.endswith("json"):
         (directory / "model.safetensors").unlink()
     (directory / name).write_bytes(content)
-    with pytest.raises(KvprobeError, match=r"damaged|no safetensors file"):
+    with pytest.raises(KvprobeError, match=r"damaged|not a safetensors file"):
         identify(str(directory), trust=True)

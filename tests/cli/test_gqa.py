@@ -110,7 +110,7 @@ def test_an_interrupted_run_says_that_it_goes_on_and_exits_with_130(run, corpus,
     monkeypatch.setattr(run_store, "train", interrupted)
     done = run("--quick", "--corpus", corpus)
     assert done.returncode == 130
-    assert "kept: the same command goes on" in done.stderr
+    assert "kept: the same command continues" in done.stderr
 
 
 def test_uptraining_reports_the_loss_before_right_after_and_at_the_end(run, corpus):
@@ -138,7 +138,7 @@ def test_uptrain_without_a_number_is_a_twentieth(run, corpus):
     [
         (["--kv-heads", 3], "8 query heads cannot share 3 key/value heads evenly"),
         (["--kv-heads", 0], "8 query heads cannot share 0 key/value heads evenly"),
-        (["--kv-heads", 8, "--kv-heads", 8], "8 KV heads are asked for twice"),
+        (["--kv-heads", 8, "--kv-heads", 8], "8 KV heads are given twice"),
         (["--train-windows", 10_000], "times.txt is too small: 10,000 windows to train"),
         (["--corpus", "absent.txt"], "no text named 'absent.txt'"),
     ],

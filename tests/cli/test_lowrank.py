@@ -140,7 +140,7 @@ def test_what_the_user_can_mend_is_one_line_and_exit_one(run, tiny_llama, tmp_pa
 def test_a_text_to_fit_on_needs_the_basis_that_uses_it(run, tiny_llama):
     done = run(tiny_llama, "--fit-text", "bundled")
     assert done.returncode == 2
-    assert "--fit-text is for --basis heldout, not for --basis oracle" in done.stderr
+    assert "--fit-text needs --basis heldout, not --basis oracle" in done.stderr
 
 
 def test_pictures_are_written(run, tiny_llama, tmp_path):

@@ -41,7 +41,7 @@ def test_what_is_removed_is_gone_alone_and_the_room_is_said(main, own_home, name
     size = sum(path.stat().st_size for path in places[name].iterdir())
     done = main("models", "--remove", name)
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == f"removed {name}: {size / 2**10:.2f} KiB set free\n"
+    assert done.stderr == f"removed {name}: {size / 2**10:.2f} KiB freed\n"
     assert [other for other, place in places.items() if place.exists()] == [other for other in places if other != name]
     assert list(own_home.rglob("*partial*")) == []
     done = main("models", "--remove", name)

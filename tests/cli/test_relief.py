@@ -37,7 +37,7 @@ def test_a_model_of_other_caches_is_refused_by_its_family(main, gpt2_tokenizer_f
     directory = write_random(tmp_path / "latent", "deepseek_v3", gpt2_tokenizer_files)
     done = main("relief", directory, *SHORT)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "the deepseek_v3 family keeps other things than one K and V a KV head" in done.stderr
+    assert "the deepseek_v3 family does not keep one K and one V for each KV head" in done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "says"), [(["--basis", "prefix"], "--basis"), (["--rank", "x"], "--rank")])

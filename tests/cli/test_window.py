@@ -137,7 +137,7 @@ from types import SimpleNamespace
 from kvprobe.cli.main import main
 from kvprobe.experiments import stream_checkpoint, streaming
 
-write = stream_checkpoint.State.write
+write = stream_checkpoint.StreamCheckpoint.write
 
 def write_and_die(state, standing, cache=None):
     write(state, standing, cache)
@@ -145,7 +145,7 @@ def write_and_die(state, standing, cache=None):
         os.kill(os.getpid(), signal.SIGKILL)
 
 streaming.time = SimpleNamespace(monotonic=lambda: 0.0)
-stream_checkpoint.State.write = write_and_die
+stream_checkpoint.StreamCheckpoint.write = write_and_die
 main()
 """
 
@@ -232,10 +232,10 @@ def test_a_result_that_could_not_be_written_is_still_there(run, tiny_llama, home
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["--positions", "recompute"], 2, "--positions recompute cannot be had with --stream"),
-        (["--sink-choice", "random"], 2, "--sink-choice other than first cannot be had with --stream"),
-        (["--drop-sink-logits"], 2, "--drop-sink-logits cannot be had with --stream"),
-        (["--plot", "x.svg"], 2, "--plot cannot be had with --stream"),
+        (["--positions", "recompute"], 2, "--positions recompute does not work with --stream"),
+        (["--sink-choice", "random"], 2, "--sink-choice other than first does not work with --stream"),
+        (["--drop-sink-logits"], 2, "--drop-sink-logits does not work with --stream"),
+        (["--plot", "x.svg"], 2, "--plot does not work with --stream"),
         ([], 1, "more than the model's 256 positions: learned positions have no entry beyond them"),
         (["--positions", "cache"], 1, "positions are learned, added to the hidden state, and cannot be moved"),
         (["--tokens", 64, "--every", 0], 1, "every must be at least 1 token, got 0"),
@@ -254,14 +254,14 @@ def test_what_cannot_be_streamed_is_refused(run, gpt2_random, home, arguments, s
 def test_options_of_a_stream_alone_are_refused(run, tiny_llama, option):
     done = run(tiny_llama, *option)
     assert done.returncode == 2
-    assert f"{option[0]} belongs to --stream" in done.stderr
+    assert f"{option[0]} needs --stream" in done.stderr
 
 
 def test_families_that_the_decoder_has_not_are_named(run, gpt2_tokenizer_files, home, tmp_path):
     model = write_random(tmp_path, "gpt_neox", gpt2_tokenizer_files)
     done = run(model, "--stream", "--quiet")
     assert done.returncode == 1
-    assert "the decoder has no family gpt_neox; it reads gpt2, llama" in done.stderr
+    assert "unknown family gpt_neox: the decoder reads gpt2, llama" in done.stderr
 
 
 ROWS = [
@@ -302,3 +302,16 @@ def test_the_full_pass_without_sink_logits_is_a_line_of_its_own():
     ax = plot.draw([ROWS[0], dropped | {"sink_logits_dropped": True}, *ROWS[1:]], Figure().subplots())
     (line,) = [line for line in ax.lines if line.get_label() == "full context, sink logits dropped"]
     assert list(line.get_ydata()) == [0.25, 0.25]
+
+
+def test_a_window_beyond_the_memory_is_estimated_and_leaves_no_state(main, tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPROBE_HOME", str(tmp_path))
+    arguments = ["--window", 2**38, "--positions", "cache"]
+    done = main("window", tiny_llama, "--stream", "--tokens", 64, *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "a rolling cache of 274,877,906,948 tokens would need" in done.stderr
+    assert done.stderr.rstrip().endswith("are free in memory: use a smaller --window")
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.endswith(".lock")] == []
+    done = main("memory", tiny_llama, "--context", 8, "--window", 2**38)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "a rolling cache of 274,877,906,948 tokens would need" in done.stderr

@@ -44,7 +44,7 @@ def test_weights_are_the_models_own_storage(family):
 
 
 def test_another_family_is_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match="no family gpt_neox; it reads gpt2, llama"):
+    with pytest.raises(UnsupportedModelError, match="unknown family gpt_neox: the decoder reads gpt2, llama"):
         from_hf(tiny_model("gpt_neox"))
 
 

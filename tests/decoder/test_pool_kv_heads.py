@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kvprobe.decoder.model import from_hf
-from kvprobe.decoder.pool_kv_heads import share_heads
+from kvprobe.decoder.pool_kv_heads import pool_kv_heads
 from support.decoders import rope_decoder
 from support.tiny import tiny_ids, tiny_model
 
@@ -20,7 +20,7 @@ def test_pooling_identical_heads_changes_nothing(n_kv_heads):
         for projection in (block.attention.key, block.attention.value):
             one_a_group = projection.weight.unflatten(0, (n_kv_heads, 6 // n_kv_heads, 8))[:, :1]
             projection.weight.copy_(one_a_group.expand(-1, 6 // n_kv_heads, -1, -1).flatten(0, 2))
-    shared = share_heads(decoder, n_kv_heads)
+    shared = pool_kv_heads(decoder, n_kv_heads)
     for name in ("key", "value"):
         assert torch.equal(heads_of(shared, name), heads_of(decoder, name)[:: 6 // n_kv_heads])
     ids = tiny_ids(24)
@@ -29,7 +29,7 @@ def test_pooling_identical_heads_changes_nothing(n_kv_heads):
 
 def test_a_group_is_neighbours_and_its_head_is_their_mean():
     decoder = rope_decoder()
-    shared = share_heads(decoder, 2)
+    shared = pool_kv_heads(decoder, 2)
     for name in ("key", "value"):
         first, second, third, fourth = heads_of(decoder, name, layer=1)
         expected = torch.stack([(first + second) / 2, (third + fourth) / 2])
@@ -42,7 +42,7 @@ def test_a_group_is_neighbours_and_its_head_is_their_mean():
 def test_what_attention_reads_is_the_mean_of_what_it_read(family):
     # the projections are linear, biases too, and RoPE turns every head alike: true of the first layer's realized K, V
     decoder, ids, seen = from_hf(tiny_model(family)), tiny_ids(12), {}
-    for name, model in (("whole", decoder), ("shared", share_heads(decoder, 1))):
+    for name, model in (("whole", decoder), ("shared", pool_kv_heads(decoder, 1))):
 
         def watch(call, name=name):
             if call.layer == 0:
@@ -63,7 +63,7 @@ def test_where_keys_are_normalised_the_mean_is_of_what_is_normalised():
             seen.append((call.key, call.value))
         return call.attend()
 
-    for model in (decoder, share_heads(decoder, 1)):
+    for model in (decoder, pool_kv_heads(decoder, 1)):
         model(ids, attend=watch)
     (keys, values), (shared_keys, shared_values) = seen
     torch.testing.assert_close(shared_values, values.mean(dim=1, keepdim=True), atol=1e-5, rtol=0)
@@ -74,7 +74,7 @@ def test_where_keys_are_normalised_the_mean_is_of_what_is_normalised():
 def test_the_decoder_given_is_left_as_it_was_and_shares_no_memory():
     decoder = rope_decoder()
     before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
-    shared = share_heads(decoder, 1)
+    shared = pool_kv_heads(decoder, 1)
     for parameter in shared.parameters():
         parameter.fill_(7.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in decoder.state_dict().items())
@@ -83,16 +83,16 @@ def test_the_decoder_given_is_left_as_it_was_and_shares_no_memory():
 
 def test_pooling_to_as_many_as_there_are_gives_the_same_bits():
     decoder, ids = rope_decoder(), tiny_ids(24)
-    assert torch.equal(share_heads(decoder, 4)(ids), decoder(ids))
+    assert torch.equal(pool_kv_heads(decoder, 4)(ids), decoder(ids))
 
 
 @pytest.mark.parametrize("n_kv_heads", [0, -1, 3, 8])
 def test_a_number_that_does_not_divide_is_refused_with_those_that_do(n_kv_heads):
     with pytest.raises(ValueError, match=f"4 key/value heads cannot be pooled to {n_kv_heads} evenly: .* 1, 2, 4$"):
-        share_heads(rope_decoder(), n_kv_heads)
+        pool_kv_heads(rope_decoder(), n_kv_heads)
 
 
 def test_a_shared_decoder_can_be_trained_if_the_one_given_could():
     decoder = rope_decoder().requires_grad_(True)
-    assert all(parameter.requires_grad for parameter in share_heads(decoder, 2).parameters())
-    assert not any(parameter.requires_grad for parameter in share_heads(rope_decoder(), 2).parameters())
+    assert all(parameter.requires_grad for parameter in pool_kv_heads(decoder, 2).parameters())
+    assert not any(parameter.requires_grad for parameter in pool_kv_heads(rope_decoder(), 2).parameters())

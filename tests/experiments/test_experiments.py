@@ -199,7 +199,7 @@ def test_the_memory_sentence_names_who_holds_more(subject):
     result = Memory(contexts=(8, 40)).run(subject.loaded)
     assert exact_caches(result) == ["full", "rolling", "hf dynamic", "hf static"]
     assert Memory.sentence(result) == (
-        "llama: to the byte what the formula says hold full, rolling, hf dynamic, hf static; fused views keep 15 KiB "
+        "llama: full, rolling, hf dynamic, hf static hold what the formula says, to the byte; fused views keep 15 KiB "
         "alive at 40 tokens that nothing reads, 2.00 times the formula in all"
     )
 
@@ -294,7 +294,7 @@ def test_local_layers_hold_latents_of_their_window_alone(gpt2_tokenizer_files, t
 
 def test_relief_is_refused_where_its_bytes_are_not_known(gpt2_tokenizer_files, tmp_path):
     directory = write_random(tmp_path / "latent", "deepseek_v3", gpt2_tokenizer_files)
-    with pytest.raises(UnsupportedModelError, match="the deepseek_v3 family keeps other things"):
+    with pytest.raises(UnsupportedModelError, match="the deepseek_v3 family does not keep one K"):
         Relief().run(prepare(str(directory), tokens=32, device="cpu"))
 
 

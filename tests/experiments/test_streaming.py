@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments import streaming
-from kvprobe.experiments.stream_checkpoint import Standing, State, Stretch
-from kvprobe.experiments.streaming import Plan, rows, stream
+from kvprobe.experiments.stream_checkpoint import Segment, StreamCheckpoint, StreamProgress
+from kvprobe.experiments.streaming import StreamConfig, rows, stream
 from kvprobe.probes.window_attention import windowed
 from support.decoders import rope_decoder
 from support.streams import SOME, state_of
@@ -44,8 +44,8 @@ def last(results):
 def test_a_stream_is_the_mask_of_window_at_every_result(family, positions):
     decoder, ids = from_hf(tiny_model(family)), tiny_ids(120)[0]
     sinks = (0, 1, 4)
-    plan = Plan(windows=(WINDOW,), sinks=sinks, positions=positions, every=25)
-    for n_sink, stretches in zip(sinks, stream(decoder, ids, plan), strict=True):
+    config = StreamConfig(windows=(WINDOW,), sinks=sinks, positions=positions, every=25)
+    for n_sink, stretches in zip(sinks, stream(decoder, ids, config), strict=True):
         mask = windowed(window=WINDOW, sinks=range(n_sink), by_slot=positions == "cache")
         expected = losses_of(decoder, ids, attend=mask)
         assert [(s.at_token, s.n_scored) for s in stretches] == [(25, 24), (50, 49), (75, 74), (100, 99), (120, 119)]
@@ -61,8 +61,10 @@ def test_a_stream_is_the_decoder_fed_token_by_token_in_any_chunks(positions, n_s
     logits = torch.cat([decoder(token[None, None], cache=cache)[0] for token in ids[:-1]])
     expected = F.cross_entropy(logits, ids[1:], reduction="none").double()
     for chunk in (None, 1, 7, 64, 300):
-        plan = Plan(windows=(WINDOW,), sinks=(n_sink,), positions=positions, score_from=40, every=60, chunk=chunk)
-        ((*stretches,),) = stream(decoder, ids, plan)
+        config = StreamConfig(
+            windows=(WINDOW,), sinks=(n_sink,), positions=positions, score_from=40, every=60, chunk=chunk
+        )
+        ((*stretches,),) = stream(decoder, ids, config)
         # of targets 41 to N - 1; there is none before token 60
         assert [(s.at_token, s.n_scored) for s in stretches] == [(60, 19), (120, 79), (180, 139), (200, 159)]
         for s in stretches:
@@ -79,23 +81,25 @@ def test_the_result_at_n_tokens_is_the_one_of_n_tokens():
 
 def test_results_far_beyond_the_models_positions_are_those_of_a_model_with_more():
     ids = tiny_ids(600)[0]
-    plan = Plan(windows=(8,), sinks=(2,), positions="cache")
+    config = StreamConfig(windows=(8,), sinks=(2,), positions="cache")
     whole = rope_decoder(max_positions=600)
     expected = losses_of(whole, ids, attend=windowed(window=8, sinks=range(2), by_slot=True))
-    assert last(stream(rope_decoder(max_positions=32), ids, plan)) == pytest.approx([float(expected.mean())], abs=1e-5)
+    assert last(stream(rope_decoder(max_positions=32), ids, config)) == pytest.approx(
+        [float(expected.mean())], abs=1e-5
+    )
 
 
 def test_sums_are_cut_where_a_result_is_due():
-    standing = Standing()
+    standing = StreamProgress()
     for first, losses in ((1, [1.0, 2.0, 4.0]), (4, [8.0] * 7), (11, [0.5])):
         standing = standing.add(first, torch.tensor(losses, dtype=torch.float64), every=3, n_tokens=12)
     # targets 1, 2 | 3, 4, 5 | 6, 7, 8 | 9, 10, 11
-    assert standing.stretches == (Stretch(3, 2, 3.0), Stretch(6, 5, 23.0), Stretch(9, 8, 47.0), Stretch(12, 11, 63.5))
+    assert standing.stretches == (Segment(3, 2, 3.0), Segment(6, 5, 23.0), Segment(9, 8, 47.0), Segment(12, 11, 63.5))
 
 
 def test_rows_hold_the_mean_so_far_and_that_of_the_stretch():
-    plan = Plan(windows=(4,), sinks=(2,), positions="cache")
-    first, second = rows(plan, [[Stretch(5, 4, 8.0), Stretch(9, 8, 12.0)]], n_front=1)
+    config = StreamConfig(windows=(4,), sinks=(2,), positions="cache")
+    first, second = rows(config, [[Segment(5, 4, 8.0), Segment(9, 8, 12.0)]], n_front=1)
     assert (first["loss"], first["stretch_loss"], first["cache_tokens"], first["tokens_scored"]) == (2.0, 2.0, 5, 4)
     assert (second["loss"], second["stretch_loss"], second["cache_tokens"], second["at_token"]) == (1.5, 1.0, 6, 9)
     assert second["perplexity"] == pytest.approx(4.4816890703)
@@ -112,7 +116,7 @@ def test_memory_does_not_depend_on_how_much_was_read():
             held.append(sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()))
 
     gc.collect()  # tensors of other tests, which would go in the middle
-    stream(decoder, ids, Plan(windows=(16,), sinks=(4,), positions="cache"), progress=weigh)
+    stream(decoder, ids, StreamConfig(windows=(16,), sinks=(4,), positions="cache"), progress=weigh)
     assert len(held) >= 6
     assert len(set(held)) == 1
 
@@ -238,9 +242,9 @@ def test_a_state_is_saved_each_30_s_and_at_results_unless_that_took_a_tenth(
             saves.append(read)
 
     monkeypatch.setattr(streaming, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(State, "write", save)
-    plan, ids = Plan(windows=(8,), positions="cache", chunk=7, every=every), tiny_ids(7 * 15 + 1)[0]
-    stream(rope_decoder(), ids, plan, state=state_of(tmp_path / "s", plan, ids), progress=work)
+    monkeypatch.setattr(StreamCheckpoint, "write", save)
+    config, ids = StreamConfig(windows=(8,), positions="cache", chunk=7, every=every), tiny_ids(7 * 15 + 1)[0]
+    stream(rope_decoder(), ids, config, state=state_of(tmp_path / "s", config, ids), progress=work)
     assert saves == saved_at
 
 
@@ -258,9 +262,9 @@ def test_a_state_of_another_stream_is_refused_with_what_differs(tmp_path, change
     decoder, ids = rope_decoder(), tiny_ids(60)[0]
     stream(decoder, ids, SOME, state=state_of(tmp_path / "s", SOME, ids))
     before = (tmp_path / "s").read_bytes()
-    plan = replace(SOME, **change)
+    config = replace(SOME, **change)
     with pytest.raises(KvprobeError) as refused:
-        stream(decoder, ids, plan, state=state_of(tmp_path / "s", plan, ids))
+        stream(decoder, ids, config, state=state_of(tmp_path / "s", config, ids))
     assert f"belongs to another stream: {says}; give another --state" in str(refused.value)
     assert (tmp_path / "s").read_bytes() == before
 
@@ -268,17 +272,19 @@ def test_a_state_of_another_stream_is_refused_with_what_differs(tmp_path, change
 def test_a_state_is_tied_to_model_text_and_precision(tmp_path):
     ids = tiny_ids(60)[0]
     state = state_of(tmp_path / "s", SOME, ids)
-    state.write(Standing())
+    state.write(StreamProgress())
     for other in ({"revision": "q"}, {"passage_sha256": "q"}, {"dtype": "bfloat16"}, {"device": "cuda"}):
         ((name, value),) = other.items()
         with pytest.raises(KvprobeError, match=f"{name} is .* there and {value} here"):
             state_of(tmp_path / "s", SOME, ids, **other).read()
-        assert State.within(tmp_path, state_of(tmp_path, SOME, ids, **other).identity).path.name != (
-            State.within(tmp_path, state.identity).path.name
+        assert StreamCheckpoint.within(tmp_path, state_of(tmp_path, SOME, ids, **other).identity).path.name != (
+            StreamCheckpoint.within(tmp_path, state.identity).path.name
         )
     with pytest.raises(KvprobeError, match="ids_sha256"):
         state_of(tmp_path / "s", SOME, ids.flip(0)).read()
-    assert State.within(tmp_path, state.identity) == State.within(tmp_path, dict(reversed(state.identity.items())))
+    assert StreamCheckpoint.within(tmp_path, state.identity) == StreamCheckpoint.within(
+        tmp_path, dict(reversed(state.identity.items()))
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"a text of somebody's", b"\x02" + bytes(7) + b"{}"])
@@ -293,7 +299,7 @@ def test_a_file_that_is_no_state_is_neither_read_nor_removed(tmp_path, content):
 
 def test_two_runs_do_not_share_a_state(tmp_path):
     state = state_of(tmp_path / "deep" / "s", SOME, tiny_ids(9)[0])
-    with state.held(), pytest.raises(KvprobeError, match="another run of this stream is under way"), state.held():
+    with state.held(), pytest.raises(KvprobeError, match="another run of this stream is in progress"), state.held():
         pytest.fail("held twice")
     assert list((tmp_path / "deep").iterdir()) == []
 
@@ -325,15 +331,15 @@ def test_what_is_out_of_range_is_refused(change, says):
 
 
 def test_positions_that_end_are_refused_with_what_can_be_done():
-    plan, ids = Plan(windows=(8,)), tiny_ids(33)[0]
+    config, ids = StreamConfig(windows=(8,)), tiny_ids(33)[0]
     with pytest.raises(KvprobeError, match=r"33 tokens are more than the model's 32 positions: use --positions cache"):
-        stream(rope_decoder(max_positions=32), ids, plan)
-    stream(rope_decoder(max_positions=32), ids[:32], plan)
+        stream(rope_decoder(max_positions=32), ids, config)
+    stream(rope_decoder(max_positions=32), ids[:32], config)
     learned = rope_decoder(max_positions=32, rotary=None)
     with pytest.raises(KvprobeError, match="32 positions: learned positions have no entry beyond them"):
-        stream(learned, ids, plan)
+        stream(learned, ids, config)
     with pytest.raises(UnsupportedModelError, match="cannot be moved by slot afterwards; use positions absolute"):
-        stream(learned, ids, replace(plan, positions="cache"))
+        stream(learned, ids, replace(config, positions="cache"))
 
 
 def test_a_loss_that_is_not_finite_names_the_first_layer_and_is_not_kept(tmp_path):
@@ -343,7 +349,7 @@ def test_a_loss_that_is_not_finite_names_the_first_layer_and_is_not_kept(tmp_pat
     state = state_of(tmp_path / "s", SOME, ids)
     with pytest.raises(KvprobeError, match=r"not finite: blocks\.1\.mlp\.up is the first .* at float32; check the"):
         stream(decoder, ids, SOME, state=state)
-    assert state.read() == Standing()
+    assert state.read() == StreamProgress()
 
 
 @pytest.mark.smollm2
@@ -352,7 +358,7 @@ def test_on_smollm2_a_stream_is_the_mask(smollm2):
     from kvprobe.text import passages
 
     ids = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=128).ids
-    plan = Plan(windows=(32,), sinks=(4,), positions="cache")
+    config = StreamConfig(windows=(32,), sinks=(4,), positions="cache")
     mask = windowed(window=32, sinks=range(4), by_slot=True)
     expected = token_losses(smollm2.model, ids, score_from=0, attend=mask)
-    assert last(stream(from_hf(smollm2.model), ids, plan)) == pytest.approx([float(expected.mean())], abs=1e-4)
+    assert last(stream(from_hf(smollm2.model), ids, config)) == pytest.approx([float(expected.mean())], abs=1e-4)

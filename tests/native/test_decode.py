@@ -350,7 +350,7 @@ def test_a_row_that_is_still_padding_is_refused_before_anything_is_written(pads)
     decoder, ids = rope_decoder(), tiny_ids(7, batch=2)
     cache = decoder.full_cache(20, batch=2)
     step = numba(decoder, cache)
-    with pytest.raises(ValueError, match=r"nothing but padding: .*of 7 tokens"):
+    with pytest.raises(ValueError, match=r"only padding: .*of 7 tokens"):
         prefill(decoder, ids, cache, pads=torch.tensor(pads))
     cache.reset()
     cache.pads = torch.tensor(pads)
@@ -427,7 +427,7 @@ def test_memory_is_held_also_where_the_decoder_lets_it_go():
 def test_a_cache_of_another_model_is_refused():
     decoder, other = rope_decoder(n_kv_heads=4), rope_decoder(n_kv_heads=1)
     for kind in ("auto", "numba"):
-        with pytest.raises(ValueError, match="the cache is of another model"):
+        with pytest.raises(ValueError, match="the cache belongs to another model"):
             stepper(decoder, other.full_cache(5), kind=kind)
 
 

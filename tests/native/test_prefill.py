@@ -156,10 +156,10 @@ def test_a_bfloat16_cache_is_widened_and_nothing_else():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_piece_begins_before_what_it_reads_is_written_and_what_it_overwrites_is_read(family):
     k, decoder = prefill_kernels, from_hf(tiny_model(family))
-    plan = compiled(decoder, decoder.full_cache(60))._plan
-    plan.enter(0, torch.zeros(60, decoder.config.hidden), torch.arange(60), past=0)
-    rows = plan.rows
-    qkv = plan.qkv.data_ptr()
+    program = compiled(decoder, decoder.full_cache(60))._program
+    program.enter(0, torch.zeros(60, decoder.config.hidden), torch.arange(60), past=0)
+    rows = program.rows
+    qkv = program.qkv.data_ptr()
 
     def reads(row):
         # attention reads the cache too, which is written with the queries
@@ -341,7 +341,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         assert cache.length == 0
         assert not any(buffer.any() for buffer in cache._buffers())
     close(compiled(decoder, small).read(tiny_ids(30)), decoder.body(tiny_ids(30))[:, -1])
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         engines.engine(rope_decoder(n_kv_heads=1), small, "numba")
 
 

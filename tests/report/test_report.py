@@ -273,7 +273,7 @@ def test_the_command_takes_all_positions_of_a_short_model_and_says_where_the_pag
     said = capfd.readouterr()
     assert stopped.value.code == 0
     assert said.out == ""
-    assert said.err.splitlines()[-1] == f"the page is {tmp_path / 'a.html'}"
+    assert said.err.splitlines()[-1] == f"wrote {tmp_path / 'a.html'}"
     # the tiny model's 256 positions, fewer than 1,024
     assert "256 tokens of bundled" in (tmp_path / "a.html").read_text()
 

@@ -1,4 +1,4 @@
-"""``kvprobe cache``: what does the KV cache cost, and which lever would make it how much smaller?"""
+"""``kvprobe cache``: what does the KV cache cost, and how much smaller would each lever make it?"""
 
 import inspect
 from typing import Any
@@ -25,8 +25,8 @@ def command(model: str, **options: Any) -> None:  # noqa: D103
     draw(result, Cache, options)
 
 
-# a bill is arithmetic: nothing runs on a device and nothing is drawn by chance
+# a bill is arithmetic: nothing runs on a device and nothing is random
 command.params = [option for option in command.params if option.name not in ("device", "seed")]
 for option in command.params:
     if isinstance(option, click.Option) and option.name == "dtype":
-        option.help = "Of the cache and of the weights."
+        option.help = "Dtype of the cache and of the weights."

@@ -23,21 +23,21 @@ MOST_PROMPT = 1 << 24
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the likeliest token.")
 @click.option("--top-k", type=COUNT, help="Draw from the K likeliest tokens.")
 @click.option("--top-p", type=float, help="Draw from the fewest likeliest tokens that hold this much probability.")
-@click.option("--window", type=COUNT, help="Keep only the last W tokens, and the sinks: constant memory.")
+@click.option("--window", type=COUNT, help="Keep only the last W tokens and the sinks, in constant memory.")
 @click.option("--sinks", type=COUNT, help=f"Keep the first N tokens besides the window.  [default: {DEFAULT_SINKS}]")
 @click.option(
     "--positions",
     type=click.Choice(["absolute", "cache"]),
-    help="Of kept keys: as made, or by slot in the cache.  [default: cache under RoPE, else absolute]",
+    help="Positions of kept keys: as computed, or by slot in the cache.  [default: cache under RoPE, else absolute]",
 )
 @engine_option
-@click.option("--no-cache", is_flag=True, help="Read everything again for every token: the baseline.")
+@click.option("--no-cache", is_flag=True, help="The baseline: read everything again for every token.")
 @click.option(
     "--bos",
     type=click.Choice(["auto", "add", "drop"]),
     default="auto",
     show_default=True,
-    help="Begin-of-sequence token: as the tokenizer does by itself, always, or none but the prompt's own.",
+    help="Begin-of-sequence token: as the tokenizer does by itself, always, or only if the prompt has one.",
 )
 @common
 def command(arguments: tuple[str, ...], **options: Any) -> None:
@@ -58,9 +58,9 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         raise click.UsageError(f"PROMPT is missing: kvprobe generate {arguments[0]} 'Once upon a time'")
     name, prompt = arguments if len(arguments) == 2 else ("gpt2", arguments[0])
     if options["window"] is None and (options["sinks"] is not None or options["positions"] is not None):
-        raise click.UsageError("--sinks and --positions say what a window keeps: give --window too")
+        raise click.UsageError("--sinks and --positions need --window: give it too")
     if options["window"] is not None and options["no_cache"]:
-        raise click.UsageError("--window is a cache, --no-cache is none: give one of them")
+        raise click.UsageError("--window needs a cache and --no-cache removes it: give only one of them")
     if options["engine"] == "numba" and options["no_cache"]:
         raise click.UsageError("--engine numba decodes from a cache: leave out --no-cache")
 
@@ -197,7 +197,7 @@ def _cache(decoder: "Decoder", ids: list[int], options: dict[str, Any]) -> "KVCa
         decoder.check_length(needed)
         return decoder.full_cache(needed)
     positions: Any = _positions(decoder, options)
-    # no more slots than tokens that come: a window of all of them cuts nothing
+    # no more slots than tokens: a window of all of them cuts nothing
     window, n_sink = (min(options["window"], needed), min(_sinks(options), needed))
     return decoder.rolling_cache(window, n_sink=n_sink, positions=positions)
 
@@ -208,12 +208,12 @@ def _from_standard_input() -> str:
 
     read = read_text("-", n_bytes=MOST_PROMPT)
     if read.cut is not None:
-        raise KvprobeError(f"the prompt on standard input is {read.cut}; give one of at most {MOST_PROMPT:,} bytes")
+        raise KvprobeError(f"the prompt on standard input is {read.cut}; give at most {MOST_PROMPT:,} bytes")
     return read.text.removesuffix("\n")
 
 
 def _eos(loaded: Any) -> list[int]:
-    """The ids that end a text: the generation config's, or else the tokenizer's."""
+    """The ids that end a text: the generation config's, or the tokenizer's if absent."""
     given = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
     given = loaded.tokenizer.eos_token_id if given is None else given
     return [] if given is None else [given] if isinstance(given, int) else list(given)

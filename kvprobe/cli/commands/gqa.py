@@ -1,4 +1,4 @@
-"""``kvprobe gqa``: what do query heads that share keys and values cost, trained so, uptrained or just pooled?"""
+"""``kvprobe gqa``: what do shared keys and values cost: trained from the start, uptrained or just pooled?"""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kvprobe.cli.main import COUNT, CountFrom, Finite, common, load_subject, pas
 COLUMNS = ("n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token")
 UPTRAINED = ("loss_before", "loss_pooled", "loss_after")
 POOLED = ("n_kv_heads", "best_val_loss", "perplexity", "delta", "delta_low", "delta_high", *COLUMNS[3:])
-# options of training, and of reading a pretrained model: each is refused where it would do nothing
+# options of training, and of reading a pretrained model: each is refused if it would do nothing
 OF_TRAINING = (
     "seeds", "steps", "corpus", "quick", "uptrain", "margin", "learning_rate", "train_windows", "valid_windows",
 )  # fmt: skip
@@ -22,28 +22,42 @@ OF_POOLING = ("text", "tokens", "bos", "score_from")
     "--kv-heads",
     type=COUNT,
     multiple=True,
-    help="Key/value heads to train with. Repeat for several.  [default: 8, 4, 2, 1; with --pool all that divide]",
+    help="Key/value heads to train with. Repeat for several.  [default: 8, 4, 2, 1; with --pool all divisors]",
 )
 @click.option(
-    "--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Models a head count, from --seed."
+    "--seeds",
+    type=click.IntRange(1, 1000),
+    default=3,
+    show_default=True,
+    help="Models for each head count, seeded from --seed on.",
 )
-@click.option("--steps", type=CountFrom(1), help="Steps of training.  [default: 600; 60 with --quick]")
+@click.option("--steps", type=CountFrom(1), help="Training steps.  [default: 600; 60 with --quick]")
 @click.option(
     "--corpus",
     default="time-machine",
     show_default=True,
-    help="What to train on: a UTF-8 file or a name, as --text.",
+    help="Text to train on: a UTF-8 file or a name, as for --text.",
 )
-@click.option("--train-windows", type=CountFrom(1), help="The first windows of the corpus.  [default: 100000]")
-@click.option("--valid-windows", type=CountFrom(1), help="The next.  [default: 3000; 300 with --quick]")
-@click.option("--learning-rate", type=Finite(0, min_open=True), help="Of AdamW, constant.  [default: 0.001]")
-@click.option("--quick", is_flag=True, help="Five minutes on two cores: a smaller model and fewer steps, no protocol.")
+@click.option(
+    "--train-windows", type=CountFrom(1), help="Windows to train on, from the start of the corpus.  [default: 100000]"
+)
+@click.option(
+    "--valid-windows", type=CountFrom(1), help="Windows after them to validate on.  [default: 3000; 300 with --quick]"
+)
+@click.option(
+    "--learning-rate", type=Finite(0, min_open=True), help="Constant learning rate of AdamW.  [default: 0.001]"
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Five minutes on two cores: a smaller model and fewer steps, not the published protocol.",
+)
 @click.option(
     "--uptrain",
     type=Finite(0, 1, min_open=True),
     is_flag=False,
     flag_value=0.05,
-    help="Train multi-head, pool its heads, train on for this fraction of the steps.  [0.05 if no number follows]",
+    help="Train multi-head, pool its heads, then train for this fraction of the steps.  [0.05 if no number follows]",
 )
 @click.option(
     "--margin",
@@ -52,41 +66,43 @@ OF_POOLING = ("text", "tokens", "bos", "score_from")
     show_default=True,
     help="Nat per token within which two losses count as equivalent.",
 )
-@click.option("--pool", is_flag=True, help="With MODEL: pool the KV heads of a pretrained model, no training.")
-@click.option("--score-from", type=COUNT, help="With --pool: the first target is the token after it.  [default: half]")
+@click.option("--pool", is_flag=True, help="With MODEL: pool the KV heads of a pretrained model, without training.")
+@click.option(
+    "--score-from", type=COUNT, help="With --pool: the token after this one is the first target.  [default: half]"
+)
 @passage_options
 @common
 def command(model: str | None, **options: Any) -> None:
     """What do query heads that share keys and values (GQA; with one KV head, MQA) cost in loss, and what do they save?
 
     Trains the published small GPT once for every head count and seed, and tests each head count for equivalence to
-    multi-head (TOST), which must be among them. Pairs are of one seed: the same batches in the same order, weights
-    drawn for each model by itself. It takes hours on two cores: finished models are kept in kvprobe's directory and
-    not trained again, and an interrupted one goes on from about a minute before. The text is cut into windows of 128
-    characters and the one that follows, so that a token is a character.
+    multi-head (TOST), which must be among them. Pairs share a seed: the same batches in the same order, but weights
+    drawn for each model separately. It takes hours on two cores: finished models are kept in kvprobe's directory and
+    not trained again, and an interrupted one continues from at most about a minute earlier. The text is cut into
+    windows of 128 characters and the one that follows; a token is a character.
 
     \b
     Columns: best_val_loss          lowest of all validations, nat per token: small models soon overfit
-             attention_params       of one layer's four projections
-             cache_bytes_per_token  of one token in all layers, float32
+             attention_params       in one layer's four projections
+             cache_bytes_per_token  one token in all layers, float32
              best_step              where the lowest was (json, csv)
-             last_val_loss          of the validation after the last step (json, csv)
-    --uptrain: loss_before          of the multi-head model after its last step
-             loss_pooled            of the same with its heads pooled
-             loss_after             trained on; best_val_loss is then of the validations after pooling
-    --pool:  best_val_loss          the passage's loss, nothing validated or chosen
+             last_val_loss          at the validation after the last step (json, csv)
+    --uptrain: loss_before          the multi-head model after its last step
+             loss_pooled            the same with its heads pooled
+             loss_after             after uptraining; best_val_loss then counts validations after pooling
+    --pool:  best_val_loss          the passage's loss; nothing is validated or chosen
              cache_bytes_per_token  at --dtype
-             delta                  loss beyond that of the model as it is, delta_low to delta_high 95 %
+             delta                  loss beyond the unchanged model's; delta_low to delta_high: 95 % interval
     Verdicts: equivalent  the 90 % interval of the difference lies within the margin
-              different   it lies wholly beyond the margin
+              different   it lies entirely outside the margin
               undecided   neither: more seeds are needed
 
     \b
     Examples:
       kvprobe gqa --quick
       kvprobe gqa --kv-heads 8 --kv-heads 1 --seeds 5 --plot gqa.png
-      kvprobe gqa --uptrain 0.1                 trained multi-head, then shared
-      kvprobe gqa smollm2-135m --pool           a pretrained model, not trained at all
+      kvprobe gqa --uptrain 0.1                 trained multi-head, then pooled and trained further
+      kvprobe gqa smollm2-135m --pool           a pretrained model, without training
     """
     _refuse_strays(model, pool=options["pool"])
 
@@ -144,7 +160,7 @@ def _train(options: dict[str, Any]) -> Any:
                 progress=progress,
             )
     except KeyboardInterrupt:
-        notice("kept: the same command goes on with the cells that are not finished", quiet=quiet)
+        notice("kept: the same command continues with the models that are not finished", quiet=quiet)
         raise
 
 

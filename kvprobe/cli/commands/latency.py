@@ -19,9 +19,9 @@ from kvprobe.results import phrases
     "compiled",
     default=True,
     show_default=True,
-    help="--no-compile is --engine torch.",
+    help="--no-compile is the same as --engine torch.",
 )
-@click.option("--random-weights", is_flag=True, help="Take MODEL's shape alone and draw the weights.")
+@click.option("--random-weights", is_flag=True, help="Use MODEL's shape with random weights.")
 @common
 def command(model: str, **options: Any) -> None:  # noqa: D103
     from kvprobe.cli.console import notice
@@ -34,7 +34,7 @@ def command(model: str, **options: Any) -> None:  # noqa: D103
     for note in result.run["notes"]:
         notice(note, quiet=options["quiet"])
     if options["format_"] != "table":
-        # of a table it is a part
+        # a table includes them
         for line in phrases.lines(result.run):
             notice(line, quiet=options["quiet"])
     show(result, Latency, options)

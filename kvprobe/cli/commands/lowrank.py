@@ -27,11 +27,11 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:  # noqa:
         for name in ("basis", "fit_text", "score_from", "allocate"):
             if ctx.get_parameter_source(name) != ParameterSource.DEFAULT:
                 option = f"--{name.replace('_', '-')}"
-                raise click.UsageError(f"--spectrum looks at the untruncated pass and takes no {option}", ctx)
+                raise click.UsageError(f"--spectrum looks at the full pass and takes no {option}", ctx)
     if options["fit_text"] is not None and options["basis"] != "heldout":
-        raise click.UsageError(f"--fit-text is for --basis heldout, not for --basis {options['basis']}", ctx)
+        raise click.UsageError(f"--fit-text needs --basis heldout, not --basis {options['basis']}", ctx)
     if options["fit_text"] == options["text"] == "-":
-        raise click.UsageError("standard input can be read once: leave out --fit-text, or give a file", ctx)
+        raise click.UsageError("standard input can be read only once: leave out --fit-text, or give a file", ctx)
     from kvprobe.cli.console import progress_bar
 
     asked = Lowrank(**settings_from(Lowrank, options))
@@ -44,7 +44,7 @@ def command(ctx: click.Context, /, model: str, **options: Any) -> None:  # noqa:
             asked = replace(asked, fit_text=passages.read_text(options["fit_text"], n_bytes=n_bytes, progress=progress))
         subject = load_subject(model, options, progress)
         if options["spectrum"]:
-            # asked for one stage, or left open: then the spectrum shows both
+            # without --stage the spectrum shows both
             one_stage = ctx.get_parameter_source("stage") != ParameterSource.DEFAULT
             result = asked.spectrum(subject, stages=(asked.stage,) if one_stage else STAGES, progress=progress)
         else:

@@ -1,4 +1,4 @@
-"""``kvprobe models``: what can be loaded on this machine."""
+"""``kvprobe models``: which models are on this machine?"""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import click
 from kvprobe.cli.main import output_options
 
 
-@click.command("models", short_help="List what can be loaded here, or remove it.")
+@click.command("models", short_help="List the models on this machine, or remove one.")
 @click.option(
     "--remove", metavar="NAME", help="Remove a pulled model, or the conversion of a GGUF file: NAME as listed."
 )
 def command(remove: str | None, **options: Any) -> None:
-    """List what can be loaded here without a network, with the room that it takes.
+    """List the models available here without a network, with the space they take.
 
-    Besides these, MODEL may be any local directory of a Hugging Face causal model with safetensors, a GGUF file, or
+    MODEL may also be any local directory of a Hugging Face causal model with safetensors, a GGUF file, or
     a hub id such as gpt2. A GGUF file is converted at its first use; the conversion is kept and listed by its name.
 
     \b
@@ -33,7 +33,7 @@ def command(remove: str | None, **options: Any) -> None:
     if remove is not None:
         with progress_bar(options["quiet"]) as progress:
             freed = remove_model(remove, progress=progress)
-        notice(f"removed {remove}: {Amount(freed)} set free", quiet=options["quiet"])
+        notice(f"removed {remove}: {Amount(freed)} freed", quiet=options["quiet"])
         return
     rows = loading.available()
     here = [row for row in rows if row["state"] != "not pulled"]

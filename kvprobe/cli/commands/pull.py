@@ -15,7 +15,7 @@ def command(name: str, quiet: bool) -> None:
     \b
     Names:
       smollm2-135m     a real pretrained model of 135M parameters (93 MB fetched, 0.5 GB kept)
-      gemma3-270m      Gemma 3 270M, whose layers are local five times in six
+      gemma3-270m      Gemma 3 270M, with five local layers in six
       gpt2-tokenizer   GPT-2's own tokenizer, without weights
 
     \b

@@ -1,4 +1,4 @@
-"""``kvprobe report``: one page on one model, that needs no other file and no network."""
+"""``kvprobe report``: one page on one model that needs no other file and no network."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvprobe.cli.main import checked_first, checked_parent, model_options, quiet
     help="The page, written whole or not at all.",
 )
 @with_options(
-    *text_options(tokens=None, unless="1024, or all positions of a model that has fewer"),
+    *text_options(tokens=None, unless="1024, or all positions if the model has fewer"),
     *model_options(),
     quiet_option(),
 )
@@ -44,5 +44,5 @@ def command(model: str, **options: Any) -> None:
     with progress_bar(options["quiet"]) as progress:
         refused = report.write(model, options["out"], config, progress=progress)
     for heading in refused:
-        notice(f"{heading}: not measured, the page says why", quiet=options["quiet"])
-    notice(f"the page is {options['out']}", quiet=options["quiet"])
+        notice(f"{heading}: not measured; the page says why", quiet=options["quiet"])
+    notice(f"wrote {options['out']}", quiet=options["quiet"])

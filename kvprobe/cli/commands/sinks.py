@@ -16,7 +16,7 @@ HEAD_COLUMNS = ("layer", "head", "mass", "is_sink")
 @click.argument("model", default="gpt2")
 @passage_options
 @options_of(Sinks)
-@click.option("--per-head", is_flag=True, help="One row a head instead of one a layer.")
+@click.option("--per-head", is_flag=True, help="One row for each head instead of each layer.")
 @common
 def command(model: str, **options: Any) -> None:  # noqa: D103
     result = ask(Sinks(**settings_from(Sinks, options)), model, options)

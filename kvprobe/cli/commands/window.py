@@ -11,8 +11,8 @@ from kvprobe.cli.main import COUNT, checked_parent, common, load_subject, passag
 from kvprobe.experiments.window import Window, stream
 
 if TYPE_CHECKING:
-    from kvprobe.experiments.stream_checkpoint import Standing
-    from kvprobe.experiments.streaming import Plan
+    from kvprobe.experiments.stream_checkpoint import StreamProgress
+    from kvprobe.experiments.streaming import StreamConfig
 
 STREAM_COLUMNS = (
     "window", "n_sink", "positions", "at_token", "tokens_scored", "loss", "perplexity", "stretch_loss", "cache_tokens",
@@ -23,16 +23,16 @@ STREAM_COLUMNS = (
 @click.argument("model", default="gpt2")
 @options_of(Window)
 @click.option(
-    "--stream", is_flag=True, help="The whole text, however long, through a rolling cache in constant memory."
+    "--stream", is_flag=True, help="Read the whole text, however long, through a rolling cache in constant memory."
 )
-@click.option("--every", type=COUNT, help="With --stream: a result every N tokens.  [default: at the end]")
+@click.option("--every", type=COUNT, help="With --stream: a result every N tokens.  [default: only at the end]")
 @click.option(
     "--state",
     type=click.Path(dir_okay=False),
     callback=checked_parent,
-    help="With --stream: where a killed run is kept.  [default: a file of its own in kvprobe's directory]",
+    help="With --stream: the file from which a killed run continues.  [default: one in kvprobe's directory]",
 )
-@click.option("--no-resume", is_flag=True, help="With --stream: start afresh, whatever an earlier run has kept.")
+@click.option("--no-resume", is_flag=True, help="With --stream: start afresh and ignore what an earlier run kept.")
 @passage_options
 @common
 def command(model: str, **options: Any) -> None:  # noqa: D103
@@ -40,7 +40,7 @@ def command(model: str, **options: Any) -> None:  # noqa: D103
         _stream(model, options)
         return
     if stray := [name for name in ("every", "state", "no_resume") if options[name]]:
-        raise click.UsageError(f"--{stray[0].replace('_', '-')} belongs to --stream: give that too")
+        raise click.UsageError(f"--{stray[0].replace('_', '-')} needs --stream: give it too")
 
     # by slot, no position beyond the model's is ever used
     asked = Window(**settings_from(Window, options))
@@ -57,56 +57,56 @@ def _stream(model: str, options: dict[str, Any]) -> None:
         "--plot": options["plot"],
     }
     if stray := [name for name, given in refused.items() if given]:
-        raise click.UsageError(f"{stray[0]} cannot be had with --stream, which reads the text once: leave out one")
+        raise click.UsageError(f"{stray[0]} does not work with --stream, which reads the text once: leave out one")
 
     from dataclasses import asdict
 
     from kvprobe.cli.console import notice, progress_bar
     from kvprobe.decoder.model import from_hf
-    from kvprobe.experiments.stream_checkpoint import State, identity
-    from kvprobe.experiments.streaming import Plan, check
+    from kvprobe.experiments.stream_checkpoint import StreamCheckpoint, identity
+    from kvprobe.experiments.streaming import StreamConfig, check
     from kvprobe.files.store import home
 
     quiet = options["quiet"]
     with progress_bar(quiet) as progress:
         given = click.get_current_context().get_parameter_source("tokens") != click.core.ParameterSource.DEFAULT
-        # how long a stream may be depends on its positions: decided after loading, with a reason of its own
+        # how long a stream may be depends on its positions: checked after loading
         tokens = options["tokens"] if given else None
         subject = load_subject(model, options, progress, tokens=tokens, unlimited=True)
     decoder, n_tokens = from_hf(subject.model), subject.passage.n_tokens
-    plan = Plan(
+    config = StreamConfig(
         windows=options["windows"],
         sinks=options["sinks"] or (0, 1, 4),
         positions=options["positions"],
         score_from=options["score_from"] or 0,
         every=options["every"],
     )
-    check(decoder, n_tokens, plan)
-    about = identity(subject.record(), subject.passage.ids, asdict(plan))
+    check(decoder, n_tokens, config)
+    about = identity(subject.record(), subject.passage.ids, asdict(config))
     kept = options["state"]
-    state = State(Path(kept), about) if kept else State.within(home() / "streams", about)
+    state = StreamCheckpoint(Path(kept), about) if kept else StreamCheckpoint.within(home() / "streams", about)
     with state.held():
         if options["no_resume"]:
             state.remove()
-        if before := _where(state.read(), plan, n_tokens):
+        if before := _where(state.read(), config, n_tokens):
             notice(f"resuming {before} (--no-resume starts afresh)", quiet=quiet)
         try:
             with progress_bar(quiet) as progress:
-                result = stream(subject, decoder, plan, state=state, progress=progress)
+                result = stream(subject, decoder, config, state=state, progress=progress)
         except KeyboardInterrupt:
-            if after := _where(state.read(), plan, n_tokens):
+            if after := _where(state.read(), config, n_tokens):
                 notice(f"kept: the same command resumes {after}", quiet=quiet)
             raise
         show(result, Window, options, columns=STREAM_COLUMNS)
-        # only now: a result that could not be written is still there for the next run
+        # only now: if the result could not be written, the next run still has it
         state.remove()
 
 
-def _where(standing: "Standing | None", plan: "Plan", n_tokens: int) -> str | None:
-    """Where a run stands, in words; None if it has done nothing."""
+def _where(standing: "StreamProgress | None", config: "StreamConfig", n_tokens: int) -> str | None:
+    """Where a run is, in words; None if it has done nothing."""
     if standing is None or not (standing.done or standing.length):
         return None
-    if len(standing.done) == len(plan.cells):
+    if len(standing.done) == len(config.cells):
         return "at the end: the result is there"
-    window, n_sink = plan.cells[len(standing.done)]
+    window, n_sink = config.cells[len(standing.done)]
     return f"window {window} + {n_sink} sinks at token {standing.length:,} of {n_tokens:,}"

@@ -1,4 +1,4 @@
-"""What does a family say so that the decoder can be it, and what do several of them share?"""
+"""What does the decoder need to know of a family, and what do several families share?"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.errors import UnsupportedModelError
 
-# of tests: the tokens and layers of every tiny model, and the window of its local layers
+# for tests: the vocabulary and layers of every tiny model, and the window of its local layers
 VOCAB, N_LAYERS, WINDOW = 97, 3, 8
 
 
@@ -47,7 +47,7 @@ def refuse(family: str, setting: str, value: Any, *, allowed: tuple[Any, ...]) -
 
 
 def windows_by_type(family: str, given: Any) -> tuple[int | None, ...]:
-    """The window of each layer by ``layer_types``; all None where the configuration has none."""
+    """The window of each layer by ``layer_types``; all None if the configuration has none."""
     window, kinds = getattr(given, "sliding_window", None), getattr(given, "layer_types", None)
     for kind in kinds or ():
         refuse(family, "layer type", kind, allowed=("full_attention", "sliding_attention"))
@@ -55,7 +55,7 @@ def windows_by_type(family: str, given: Any) -> tuple[int | None, ...]:
 
 
 def rotary_of(model: nn.Module, head_dim: int, prefix: str = "") -> Rotary:
-    """The frequencies that the model itself turns with, whatever scaling (linear, Llama 3, YaRN) made them."""
+    """The frequencies that the model itself rotates by, whatever scaling (linear, Llama 3, YaRN) made them."""
     family = family_of(model)
     module: Any = model.get_submodule("model.rotary_emb")
     kind = module.rope_type[prefix.rstrip("_")] if prefix else module.rope_type
@@ -64,7 +64,7 @@ def rotary_of(model: nn.Module, head_dim: int, prefix: str = "") -> Rotary:
     frequencies = getattr(module, f"{prefix}inv_freq")
     if 2 * len(frequencies) != head_dim:
         raise UnsupportedModelError(
-            f"family {family} turns {2 * len(frequencies)} of {head_dim} components; the decoder turns whole heads"
+            f"family {family} rotates {2 * len(frequencies)} of {head_dim} components; the decoder rotates whole heads"
         )
     return Rotary(frequencies=tuple(frequencies.tolist()), scale=float(getattr(module, f"{prefix}attention_scaling")))
 
@@ -77,5 +77,5 @@ def is_tied(model: nn.Module, embedding: str) -> bool:
 
 
 def family_of(model: nn.Module) -> str:
-    """The ``model_type`` of a loaded model, or its class where it has none."""
+    """The ``model_type`` of a loaded model, or its class if it has none."""
     return str(getattr(model.config, "model_type", type(model).__name__))

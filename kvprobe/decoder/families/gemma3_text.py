@@ -1,4 +1,4 @@
-"""Gemma 3 as it reads text: norms before and after, local layers with a rotation of their own, bounded logits."""
+"""Gemma 3 as it reads text: norms before and after, local layers with their own rotation, bounded logits."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def _config(model: nn.Module) -> DecoderConfig:
     bidirectional = bool(given.use_bidirectional_attention)
     refuse("gemma3_text", "use_bidirectional_attention", bidirectional, allowed=(False,))
     windows = windows_by_type("gemma3_text", given)
-    # local layers turn by a theta of their own; a model may have layers of one kind only
+    # local layers have their own theta; a model may have layers of one kind only
     head_dim = llama.head_dim_of(given)
     rotaries = {kind: rotary_of(model, head_dim, f"{kind}_") for kind in set(given.layer_types)}
     local = rotaries.get("sliding_attention")

@@ -37,12 +37,12 @@ TINY: dict[str, Any] = {
 
 
 def head_dim_of(given: Any) -> int:
-    """The width of a head, the hidden width shared out where the configuration does not say."""
+    """The width of a head, or the hidden width over the heads if the configuration does not say."""
     return getattr(given, "head_dim", None) or given.hidden_size // given.num_attention_heads
 
 
 def config_of(model: nn.Module, **of_the_family: Any) -> DecoderConfig:
-    """The decoder of a Llama, but for what is ``of_the_family``; ``windows`` is one a layer, None for a global one."""
+    """The decoder of a Llama, except for ``of_the_family``; ``windows`` has an entry a layer, None if global."""
     given: Any = model.config
     if "activation" not in of_the_family:
         refuse(family_of(model), "activation", given.hidden_act, allowed=("silu", "swish"))

@@ -1,4 +1,4 @@
-"""Mistral: Llama with one window for every layer, where its configuration names no types of layers."""
+"""Mistral: Llama with one window for every layer, unless its configuration names types of layers."""
 
 from typing import Any
 
