@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli.main import (
+from kvprobe.cli.options import (
     COUNT,
     Command,
     CountFrom,

@@ -6,31 +6,19 @@ from kvprobe import interrupts
 interrupts.guard()
 
 import errno
-import functools
 import io
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from kvprobe import __version__
 from kvprobe.cli.process import tune_process
 from kvprobe.errors import KvprobeError
-from kvprobe.progress import Progress
 from kvprobe.results.visible import visible
-
-if TYPE_CHECKING:
-    from kvprobe.models.loading import Loaded
-    from kvprobe.models.subject import Subject
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 # modules of kvprobe.cli.commands, in the order in which --help lists them
 COMMANDS = (
@@ -49,40 +37,6 @@ COMMANDS = (
 )
 # longer than a SHA-256
 _LONG_NUMBER = re.compile(r"\d{80,}")
-PLOT_ENDINGS = (".svg", ".png", ".pdf")
-
-
-class _Countable:
-    """For a type of integers: at most 2^40, so that no size computed from one overflows."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number; a usage error for anything else, or beyond 2^40."""
-        number: int = super().convert(value, param, ctx)  # type: ignore[misc]
-        if abs(number) > 2**40:
-            raise click.BadParameter(f"{number} is beyond 2^40, more than any machine holds", ctx, param)
-        return number
-
-
-class Count(_Countable, click.types.IntParamType):
-    """An integer; the library refuses what is out of range."""
-
-
-COUNT = Count()
-
-
-class CountFrom(_Countable, click.IntRange):
-    """An integer with a lower bound."""
-
-
-class Finite(click.FloatRange):
-    """A finite number in a range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number, or a usage error."""
-        number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            raise click.BadParameter(f"{value} is not a finite number", ctx, param)
-        return number
 
 
 class LazyGroup(click.Group):
@@ -116,161 +70,6 @@ def cli() -> None:
     from kvprobe.files.store import sweep_all
 
     sweep_all()
-
-
-def with_options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Decorates a command with ``options``, in the order in which ``--help`` lists them."""
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-def model_options() -> tuple[Callable[[Any], Any], ...]:
-    """The options that say how a model is loaded and what is drawn."""
-    return (
-        click.option(
-            "--device", default="auto", show_default=True, help="cpu, cuda, mps, or auto: the best available."
-        ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["float32", "bfloat16", "float16"]),
-            default="float32",
-            show_default=True,
-            help="Weights and activations. Published numbers are float32.",
-        ),
-        click.option(
-            "--seed",
-            type=click.IntRange(0, 2**63 - 1),
-            default=0,
-            show_default=True,
-            help="Seed of everything drawn.",
-        ),
-    )
-
-
-def output_options() -> tuple[Callable[[Any], Any], ...]:
-    """The options that say where a result goes."""
-    return (
-        click.option(
-            "--format",
-            "format_",
-            type=click.Choice(["table", "json", "csv"]),
-            default="table",
-            show_default=True,
-            help="json: exactly one document, rows and run record.",
-        ),
-        click.option(
-            "--out",
-            type=click.Path(dir_okay=False),
-            callback=checked_parent,
-            help="Write the result to FILE, whole or not at all, instead of standard output.",
-        ),
-        quiet_option(),
-    )
-
-
-def quiet_option() -> Callable[[Any], Any]:
-    """The option that silences standard error."""
-    return click.option("--quiet", is_flag=True, help="No progress and no notices.")
-
-
-def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callable[[Any], Any], ...]:
-    """The options that choose the text; ``tokens`` None: the command finds the default, described in ``unless``."""
-    return (
-        click.option(
-            "--text",
-            default="bundled",
-            show_default=True,
-            help="A UTF-8 file, - for standard input, or a name: bundled, time-machine, manual.",
-        ),
-        click.option(
-            "--tokens",
-            type=COUNT,
-            default=tokens,
-            show_default=tokens is not None,
-            help="Length of the passage, BOS included." + (f"  [default: {unless}]" if unless else ""),
-        ),
-        click.option(
-            "--bos",
-            type=click.Choice(["auto", "add", "drop"]),
-            default="auto",
-            show_default=True,
-            help="Begin-of-sequence token: as the tokenizer does by itself, always, or only if the text has one.",
-        ),
-    )
-
-
-def common(command: Command) -> Command:
-    """The options of every command that loads a model and prints a result."""
-    plot = click.option(
-        "--plot", type=click.Path(dir_okay=False), callback=_checked_plot, help="Draw to FILE: .svg, .png, .pdf."
-    )
-    return with_options(*model_options(), plot, *output_options())(checked_first(command, weights=False))
-
-
-def passage_options(command: Command) -> Command:
-    """The options that choose the text, for a command that reads it with a model."""
-    return with_options(*text_options())(checked_first(command))
-
-
-def checked_first(command: Command, *, weights: bool = True) -> Command:
-    """Refuse a model by its files' headers (`kvprobe.models.loading.check`) before anything slow is imported."""
-
-    @functools.wraps(command)
-    def checked(*arguments: Any, **options: Any) -> Any:
-        for name in filter(None, [options.get("model"), *options.get("arguments", ())[:1]]):
-            # the first of `generate`'s arguments may be its prompt
-            if name.endswith(".gguf") or (weights and name == options.get("model")):
-                from kvprobe.models import loading
-
-                loading.check(name, weights=weights)
-        return command(*arguments, **options)
-
-    return cast(Command, checked)
-
-
-def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "Loaded":
-    """The model of a command with the ``common`` options; with ``--random-weights`` a random one of the same shape."""
-    device = None if options["device"] == "auto" else options["device"]
-    if options.get("random_weights"):
-        from kvprobe.models.random_weights import load_random
-
-        return load_random(model, dtype=options["dtype"], device=device, seed=options["seed"], progress=progress)
-    from kvprobe.models import loading
-
-    return loading.load(model, dtype=options["dtype"], device=device, progress=progress)
-
-
-def engine_option(command: Command) -> Command:
-    """Add ``--engine``."""
-    return click.option(
-        "--engine",
-        type=click.Choice(["auto", "numba", "torch"]),
-        default="auto",
-        show_default=True,
-        help="What reads prompts and decodes: compiled code (numba), the readable decoder (torch), or auto: compiled "
-        "code if it supports the CPU, the model and the cache.",
-    )(command)
-
-
-def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **more: Any) -> "Subject":
-    """The model and passage of a command with the ``common`` and ``passage_options``.
-
-    ``more`` goes to :func:`kvprobe.models.subject.prepare` too and overrides the options.
-    """
-    from kvprobe.cli.console import notice
-    from kvprobe.models.subject import prepare
-    from kvprobe.text.passages import notices
-
-    given = {name: options[name] for name in ("text", "tokens", "bos", "dtype", "device")}
-    subject = prepare(model, **(given | more), progress=progress)
-    for said in notices(subject.passage):
-        notice(said, quiet=options["quiet"])
-    return subject
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -349,27 +148,6 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text.lower():
         return f"out of memory ({text[:200]}): use fewer --tokens, a smaller model, or --dtype bfloat16"
     return f"{type(error).__name__}: {text[:300]} (unexpected: KVPROBE_DEBUG=1 shows where; please report it)"
-
-
-def _checked_plot(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    if value is not None and Path(value).suffix.lower() not in PLOT_ENDINGS:
-        raise click.BadParameter(f"{value!r} must end in one of {', '.join(PLOT_ENDINGS)}", ctx, param)
-    return checked_parent(ctx, param, value)
-
-
-def checked_parent(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """A click callback: a usage error unless the file can be written and ``--out`` and ``--plot`` differ."""
-    if value == "":
-        raise click.BadParameter("a file name is needed", ctx, param)
-    other = ctx.params.get("out" if param.name == "plot" else "plot")
-    if value is not None and other is not None and Path(value).resolve() == Path(other).resolve():
-        raise click.BadParameter(f"--out and --plot would write the same file {value!r}", ctx, param)
-    # before the work, not after it
-    if value is not None and not Path(value).parent.is_dir():
-        raise click.BadParameter(f"directory {str(Path(value).parent)!r} does not exist", ctx, param)
-    if value is not None and not os.access(Path(value).parent, os.W_OK):
-        raise click.BadParameter(f"directory {str(Path(value).parent)!r} cannot be written to", ctx, param)
-    return value
 
 
 interrupts.release()

@@ -95,9 +95,11 @@ class Experiment:
         started = time.perf_counter()
         rows, facts = self.measure(subject, progress)
         wall_s = round(time.perf_counter() - started, 3)
-        return Result(
-            self.analysis or self.name, rows, run_record(subject.record() | self.settings() | facts, wall_s=wall_s)
-        )
+        about, settings = subject.record(), self.settings()
+        if twice := sorted(about.keys() & settings.keys()):
+            raise ValueError(f"a run record says {twice[0]} twice")
+        # facts say what a setting came to, and what was read in the subject's place
+        return Result(self.analysis or self.name, rows, run_record(about | settings | facts, wall_s=wall_s))
 
     def settings(self) -> dict[str, Any]:
         """The settings as a record has them."""

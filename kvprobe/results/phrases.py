@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvprobe.results.result import Row
+from kvprobe.results.html import Row
 
 PUBLISHED = "the published protocol"
 """The name of a training protocol with every published setting (:class:`kvprobe.experiments.gqa.Protocol`)."""

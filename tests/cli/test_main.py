@@ -21,15 +21,17 @@ def run(main):
     return main
 
 
-def test_help_imports_neither_torch_nor_transformers():
+@pytest.mark.parametrize("name", [None, *main.COMMANDS])
+def test_help_imports_neither_torch_nor_transformers(name):
+    arguments = ["--help"] if name is None else [name, "--help"]
     code = (
         "import sys\nfrom kvprobe.cli.main import main\n"
-        "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib', 'rich') if m in sys.modules])"
+        f"try: main({arguments})\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib', 'rich', 'jinja2') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert "sinks" in done.stdout
+    assert (name or "sinks") in done.stdout
 
 
 @pytest.mark.parametrize("name", main.COMMANDS)

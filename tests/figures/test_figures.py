@@ -485,11 +485,16 @@ def test_a_result_plots_itself(analysis):
 def test_a_result_without_a_picture_says_so():
     with pytest.raises(ValueError, match="the analysis 'generate' has no picture"):
         Result("generate", [{"text": "a"}], RUN).plot()
-    with pytest.raises(ValueError, match="one row a head"):
+    with pytest.raises(ValueError, match="a row for each head"):
         Result("sinks", [{"layer": 0, "head": 0, "mass": 0.5}], RUN).plot()
     with pytest.raises(ValueError, match="streamed"):
         Result("window", WINDOW, RUN | {"stream": True}).plot()
     assert set(registry.names()) >= {"sinks", "lowrank", "window", "cache", "memory", "latency"}
+
+
+def test_a_field_that_is_missing_is_named_and_not_the_analysis():
+    with pytest.raises(KeyError, match="uniform"):
+        Result("sinks", [{"layer": 0, "mass": 0.5, "head_mass": [0.5]}], RUN).plot()
 
 
 def test_a_name_is_never_read_as_mathematics_and_long_titles_are_broken():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli.main import COUNT, common, engine_option, load_model
+from kvprobe.cli.options import COUNT, common, engine_option, load_model
 
 if TYPE_CHECKING:
     from kvprobe.caches.kv_cache import KVCache

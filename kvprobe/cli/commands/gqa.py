@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli.main import COUNT, CountFrom, Finite, common, load_subject, passage_options
+from kvprobe.cli.options import COUNT, CountFrom, Finite, common, load_subject, passage_options
 
 COLUMNS = ("n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token")
 UPTRAINED = ("loss_before", "loss_pooled", "loss_after")

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from kvprobe.cli.experiment import ask, draw, options_of, settings_from, show
-from kvprobe.cli.main import common
+from kvprobe.cli.options import common
 from kvprobe.experiments.latency import Latency
 from kvprobe.results import phrases
 

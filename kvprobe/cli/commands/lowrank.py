@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from kvprobe.cli.experiment import draw, options_of, settings_from, show
-from kvprobe.cli.main import common, load_subject, passage_options
+from kvprobe.cli.options import common, load_subject, passage_options
 from kvprobe.experiments.lowrank import STAGES, Lowrank
 from kvprobe.results.result import Result
 

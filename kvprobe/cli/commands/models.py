@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli.main import output_options
+from kvprobe.cli.options import output_options
 
 
 @click.command("models", short_help="List the models on this machine, or remove one.")

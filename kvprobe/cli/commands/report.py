@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli.main import checked_first, checked_parent, model_options, quiet_option, text_options, with_options
+from kvprobe.cli.options import checked_first, checked_parent, model_options, quiet_option, text_options, with_options
 
 
 @click.command("report", short_help="One self-contained page on a model: bill, sinks, window, rank, speed.")

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from kvprobe.cli.experiment import ask, draw, options_of, settings_from, show
-from kvprobe.cli.main import common, passage_options
+from kvprobe.cli.options import common, passage_options
 from kvprobe.experiments.sinks import Sinks
 
 HEAD_COLUMNS = ("layer", "head", "mass", "is_sink")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe.cli.experiment import ask, draw, options_of, settings_from, show
-from kvprobe.cli.main import COUNT, checked_parent, common, load_subject, passage_options
+from kvprobe.cli.options import COUNT, checked_parent, common, load_subject, passage_options
 from kvprobe.experiments.window import Window, stream
 
 if TYPE_CHECKING:
