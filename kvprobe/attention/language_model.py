@@ -91,11 +91,10 @@ def language_model(model: Any) -> LanguageModel:
 
 
 class HFModel:
-    """A Hugging Face causal model, through the seam and its own forward. For one pass: it remembers the last body."""
+    """A Hugging Face causal model, through the seam and its own forward."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._output: Any = None
 
     @property
     def family(self) -> str:
@@ -126,27 +125,35 @@ class HFModel:
         return attention_layers(self._model)
 
     def body(self, ids: Tensor, *, attend: "Attend | None" = None, **inputs: Any) -> Tensor:
-        """As :class:`LanguageModel` says; raises as :func:`kvprobe.attention.seam.attending` does."""
+        """As :class:`LanguageModel` says; raises as :func:`kvprobe.attention.seam.attending` does.
+
+        Raises UnsupportedModelError for an input that only a decoder honours, such as a cache of kvprobe's own.
+        """
+        # families take any keyword, and most would ignore these without a word
+        if ours := [name for name in ("cache", "pads", "positions") if name in inputs]:
+            raise UnsupportedModelError(
+                f"family {self.family}: {ours[0]} is an input of kvprobe's own decoder; convert the model first "
+                "(kvprobe.decoder.model.from_hf)"
+            )
         seam: Any = nullcontext()
         if attend is not None:
             from kvprobe.attention.seam import attending
 
             seam = attending(self._model, attend)
         with seam:
-            self._output = self._model.base_model(input_ids=ids, use_cache=False, **inputs)
+            output = self._model.base_model(input_ids=ids, use_cache=False, **inputs)
         # a model that is its own body gives none, and whoever only watches needs none
-        hidden: Tensor = getattr(self._output, "last_hidden_state", torch.empty(0))
+        hidden: Tensor = getattr(output, "last_hidden_state", torch.empty(0))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's own forward, whose body answers with ``hidden``, a part of what `body` gave last.
+        """The model's own forward, whose body answers with ``hidden``.
 
         The head alone would miss what families do around it (soft-capped or scaled logits).
         """
-        output = type(self._output)(**{**self._output, "last_hidden_state": hidden})
         # a token as good as any: the body that would read it is stood in for
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        with _answering(self._model, output):
+        with _answering(self._model, _BodyOutput(hidden)):
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
         return logits
 
@@ -245,6 +252,20 @@ def observe(model: Any, ids: Tensor, look: Callable[[AttentionCall], Any], **inp
 
     subject.body(ids, attend=once(subject.family, watch), **inputs)
     return seen
+
+
+class _BodyOutput:
+    """What a body gives, hidden states and nothing else: every other field that a family reads is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
 
 
 @contextmanager

@@ -110,6 +110,21 @@ def test_observing_changes_nothing_and_leaves_the_model_as_it_was_also_on_an_err
     assert zeros.keys() == {0, 1}
 
 
+@each_family
+def test_logits_need_no_pass_before(family):
+    model, ids = tiny_model(family), tiny_ids(12)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    close(language_model(model).logits(hidden), model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("name", ["cache", "pads", "positions"])
+def test_what_only_our_decoder_honours_is_refused_by_name_on_the_other(name):
+    model, ids = tiny_model("llama"), tiny_ids(6)
+    given = {"cache": from_hf(model).full_cache(6), "pads": torch.tensor([2]), "positions": torch.arange(3, 9)}[name]
+    with pytest.raises(UnsupportedModelError, match=f"family llama: {name} is an input of kvprobe's own decoder"):
+        language_model(model).body(ids, **{name: given})
+
+
 def test_what_is_not_a_language_model_is_refused_by_its_class():
     with pytest.raises(UnsupportedModelError, match="Linear is not a language model here"):
         language_model(nn.Linear(2, 2))
