@@ -20,7 +20,7 @@ from kvprobe.attention.blocks import Attend, Block, bypassed
 from kvprobe.attention.call import AttentionCall, Turn
 from kvprobe.attention.layers import family_of
 from kvprobe.attention.rope import Rope
-from kvprobe.errors import NotIntercepted
+from kvprobe.errors import NotIntercepted, UnsupportedModelError
 
 __all__ = ["Attend", "AttentionCall", "attending", "family_of", "once", "rope_of"]
 
@@ -32,16 +32,24 @@ def attending(model: nn.Module, attend: Attend) -> Iterator[None]:
     ``attend`` gets an :class:`AttentionCall` and returns ``[batch, n_heads, q_len, v_head_dim]``; ``call.attend()``
     is what the model would have done. Call the model with ``use_cache=False``. Blocks may be nested: the inner one
     acts. A model of text and images is seen where it reads text; its other towers stay as they are. The model leaves
-    as it entered, also on an error, and whatever the order in which generators leave their blocks.
+    as it entered, also on an error, and whatever the order in which generators leave their blocks. A kvprobe decoder
+    has a block of its own (:meth:`kvprobe.decoder.model.Decoder.attending`).
 
     A model belongs to one thread at a time: KvprobeError if another one has a block open on it, or calls it
     meanwhile. Raises NotIntercepted if the family goes round transformers' attention interface (on entering where
     the family says so itself, else at the end of a forward in which a layer with keys and values ran and never
     reached ``attend``, since the result would be the plain model's), and if it hands attention an argument that
-    is not honoured. Raises ValueError if the model is in training mode, where dropout makes attention random.
+    is not honoured. Raises ValueError if the model is in training mode, where dropout makes attention random, and
+    UnsupportedModelError for any other module.
     """
     # what torch.compile gives back stands around the model
     model = getattr(model, "_orig_mod", model)
+    if own := getattr(model, "attending", None):
+        with own(attend):
+            yield
+        return
+    if not hasattr(model, "_can_set_attn_implementation"):
+        raise UnsupportedModelError(f"{type(model).__name__} is neither a Hugging Face model nor a kvprobe Decoder")
     if model.training:
         raise ValueError("the model is in training mode, where dropout changes attention: call model.eval() first")
     if not model._can_set_attn_implementation():  # type: ignore[operator]

@@ -8,8 +8,9 @@ the head. Attention goes through :class:`AttentionCall`, so whatever is written 
 Its weights are random, or those of a model of Hugging Face's: :func:`from_hf`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -266,6 +267,29 @@ class Decoder(nn.Module):
         logits = F.linear(x, self.embedding.weight) if self.config.tied_head else self.head(x)
         cap = self.config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @contextmanager
+    def attending(self, attend: Attend) -> Iterator[None]:
+        """Let ``attend(call)`` stand in for attention while the block runs; what a pass brings itself goes before it.
+
+        Blocks may be nested: the inner one acts. Compiled engines refuse a decoder with a block open on it; one made
+        before the block does not see it.
+        """
+
+        def stand_in(_attention: nn.Module, inputs: tuple[Tensor, _Pass]) -> tuple[Tensor, _Pass]:
+            x, now = inputs
+            # a function of its own, so that an outer block leaves alone what an inner one put there
+            return x, replace(now, attend=lambda call: attend(call)) if now.attend is AttentionCall.attend else now
+
+        attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        handles = [module.register_forward_pre_hook(stand_in, prepend=True) for module in attentions]
+        try:
+            # what was compiled before the block would not see it
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def full_cache(self, capacity: int, *, batch: int = 1, bound_local: bool = False) -> FullCache:
         """A cache of this decoder's shape, dtype and device for ``capacity`` tokens."""

@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.capture import capture
 from kvprobe.attention.language_model import Attended, language_model, observe
+from kvprobe.attention.seam import attending
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import UnsupportedModelError
+from kvprobe.native.eligible import obstacle
 from kvprobe.probes import mass, windows
 from kvprobe.probes.losses import token_losses
 from kvprobe.probes.quantised import quantising
@@ -108,6 +111,68 @@ def test_observing_changes_nothing_and_leaves_the_model_as_it_was_also_on_an_err
     # what a look has attended itself is what goes on
     zeros = observe(rope_decoder(), ids, lambda call: Attended(torch.zeros_like(call.query), call.query.norm()))
     assert zeros.keys() == {0, 1}
+
+
+def silent(call):
+    return call.attend(value=call.value * 0)
+
+
+@each_family
+def test_a_block_replaces_the_attention_of_both(family):
+    model, decoder = both(family)
+    ids = tiny_ids(20)
+    plain = decoder(ids)
+    with attending(model, silent), attending(decoder, silent):
+        close(decoder(ids), model(ids, use_cache=False).logits)
+    assert torch.equal(decoder(ids), plain)
+    assert (decoder(ids, attend=silent) - plain).abs().max() > 1e-2
+
+
+def test_in_the_decoder_the_inner_block_acts_and_what_a_pass_brings_acts_before_it():
+    decoder, ids = rope_decoder(), tiny_ids(12)
+    seen = []
+
+    def note(name):
+        return lambda call: (seen.append(name), call.attend())[1]
+
+    with attending(decoder, note("outer")):
+        with attending(decoder, note("inner")):
+            decoder(ids)
+            decoder(ids, attend=note("own"))
+        # an operation that changes nothing is a block too
+        with attending(decoder, AttentionCall.attend):
+            decoder(ids)
+        decoder(ids)
+        assert "hooks" in obstacle(decoder, decoder.full_cache(12))
+    decoder(ids)
+    assert seen == ["inner"] * 2 + ["own"] * 2 + ["outer"] * 2
+    assert obstacle(decoder, decoder.full_cache(12)) is None
+    with pytest.raises(RuntimeError, match="stop"), attending(decoder, silent):
+        raise RuntimeError("stop")
+    assert not any(part._forward_pre_hooks for part in decoder.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # dynamo says what it leaves to Python
+def test_a_decoder_compiled_before_the_block_is_seen():
+    decoder, ids = rope_decoder(), tiny_ids(12)
+    torch._dynamo.reset()
+    compiled = torch.compile(decoder, backend="eager")
+    plain = compiled(ids)
+    wanted = decoder(ids, attend=silent)
+    for entered in (decoder, compiled):
+        with attending(entered, silent):
+            close(compiled(ids), wanted)
+    close(compiled(ids), plain)
+    torch._dynamo.reset()
+
+
+def test_a_block_on_what_is_no_language_model_is_refused():
+    with (
+        pytest.raises(UnsupportedModelError, match="Linear is neither a Hugging Face model"),
+        attending(nn.Linear(2, 2), silent),
+    ):
+        pass
 
 
 @each_family
