@@ -6,15 +6,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvprobe.cells.run_store import RunStore, TrainingRun, config_of, finish_all, shape_row
-from kvprobe.decoder.model import Decoder, from_hf
+from kvprobe.decoder.model import from_hf
 from kvprobe.decoder.pool_kv_heads import pool_kv_heads
 from kvprobe.errors import KvprobeError
 from kvprobe.models.subject import Subject
 from kvprobe.probes.equivalence import Equivalence, mean_interval, paired, tost
-from kvprobe.probes.losses import check_score_from, default_block_length, nll, paired_interval, perplexity
+from kvprobe.probes.losses import check_score_from, default_block_length, paired_interval, perplexity, token_losses
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import PUBLISHED, interval_of, passage_of, training_of
 from kvprobe.results.record import run_record
@@ -228,11 +227,11 @@ def pool(
         raise ValueError(f"{has} key/value heads cannot be pooled to {bad[0]} evenly: it can be {can}")
     size = DTYPE_BYTES[subject.loaded.dtype]
     rows: list[Row] = []
-    reference = _losses(decoder, subject.input_ids, score_from)
+    reference = token_losses(decoder, subject.input_ids, score_from=score_from)
     for done, n in enumerate([has, *rungs]):
         progress("pooling", done, len(rungs) + 1, "head counts")
         shared = decoder if n == has else pool_kv_heads(decoder, n)
-        losses = reference if n == has else _losses(shared, subject.input_ids, score_from)
+        losses = reference if n == has else token_losses(shared, subject.input_ids, score_from=score_from)
         change = paired_interval(losses, reference, seed=seed)
         rows.append(
             {
@@ -322,13 +321,3 @@ def _of_cell(kept: dict[str, Any]) -> Row:
     about = {"n_kv_heads": row["n_kv_heads"], "seed": row["seed"], "validations": validations}
     about |= {"seconds": round(kept["seconds"], 1), "n_resumed": kept["resumed"]}
     return about | {name: run[name] for name in ("threads", "cpu", "date", "versions")}
-
-
-def _losses(decoder: Decoder, ids: Tensor, score_from: int, chunk: int = 256) -> Tensor:
-    """Loss of every target after ``score_from`` of ``ids`` ``[1, n_tokens]``: float64 ``[n_targets]`` on the CPU."""
-    hidden, targets = decoder.body(ids)[0, score_from:-1], ids[0, score_from + 1 :]
-    pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    losses = torch.cat([nll(decoder.logits(part), wanted).cpu() for part, wanted in pieces])
-    if not bool(losses.isfinite().all()):
-        raise KvprobeError(f"the loss with {decoder.config.n_kv_heads} KV heads is not finite: try --dtype float32")
-    return losses

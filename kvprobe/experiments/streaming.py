@@ -24,7 +24,7 @@ from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments.stream_checkpoint import Segment, StreamCheckpoint, StreamProgress
 from kvprobe.memory import check_memory
-from kvprobe.probes.losses import check_score_from, first_not_finite, hidden_losses
+from kvprobe.probes.losses import check_finite, check_score_from, hidden_losses
 from kvprobe.probes.window_attention import check_window
 from kvprobe.probes.windows import describe_sinks
 from kvprobe.progress import Progress, silent
@@ -187,7 +187,5 @@ def _losses(decoder: Decoder, ids: Tensor, targets: Tensor, cache: RollingCache,
     """Float64 ``[q_len - skip]`` on the CPU: the loss of ``targets`` after ``ids``, both ``[q_len]``."""
     x = decoder.body(ids[None], cache=cache)
     losses = hidden_losses(decoder.logits, x[:, skip:], targets[None, skip:], chunk=LOGITS)[0]
-    if not bool(losses.isfinite().all()):
-        some = ids[None, : decoder.config.max_positions]
-        raise KvprobeError(first_not_finite(decoder, lambda: decoder(some)))
+    check_finite(losses, decoder, lambda: decoder(ids[None, : decoder.config.max_positions]))
     return losses

@@ -71,8 +71,7 @@ def token_losses(
         return hidden_losses(subject.logits, hidden[:, score_from:-1], ids[:, score_from + 1 :], chunk=chunk)
 
     losses = run()
-    if not bool(losses.isfinite().all()):
-        raise KvprobeError(first_not_finite(subject.module, run))
+    check_finite(losses, subject.module, run)
     return losses[0] if len(ids) == 1 else losses
 
 
@@ -91,8 +90,13 @@ def hidden_losses(
     return torch.cat(parts, dim=1)
 
 
-def first_not_finite(module: nn.Module, run: Callable[[], object]) -> str:
-    """Watch ``run`` once more for the first part of ``module`` with an output that is not finite, and say which."""
+def check_finite(losses: Tensor, module: nn.Module, run: Callable[[], object]) -> None:
+    """Raise KvprobeError for a loss that is not finite, naming the first part of ``module`` whose output is not.
+
+    ``run`` repeats the pass, or as much of it as shows the same, while that is looked for.
+    """
+    if bool(losses.isfinite().all()):
+        return
     seen: list[tuple[str, torch.dtype]] = []
 
     def watch(path: str) -> Any:
@@ -112,7 +116,7 @@ def first_not_finite(module: nn.Module, run: Callable[[], object]) -> str:
     where, dtype = seen[0] if seen else ("the loss itself", next(module.parameters()).dtype)
     name = str(dtype).removeprefix("torch.")
     mend = "check the checkpoint's weights" if dtype == torch.float32 else "try float32"
-    return f"the loss is not finite: {where} is the first with a value that is not, at {name}; {mend}"
+    raise KvprobeError(f"the loss is not finite: {where} is the first with a value that is not, at {name}; {mend}")
 
 
 def nll(logits: Tensor, targets: Tensor) -> Tensor:

@@ -13,14 +13,22 @@ A window counts the query itself; sinks are in addition to it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvprobe.attention.language_model import language_model, observe
+from kvprobe.attention.language_model import LanguageModel, language_model, observe
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.probes.losses import check_score_from, hidden_losses, paired_interval, perplexity, token_losses
+from kvprobe.probes.losses import (
+    check_finite,
+    check_score_from,
+    hidden_losses,
+    paired_interval,
+    perplexity,
+    token_losses,
+)
 from kvprobe.probes.window_attention import Sinks, check_window, windowed
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
@@ -72,14 +80,18 @@ def recompute_losses(
     for done in range(0, len(contexts), rows):
         progress("recompute", done, len(contexts), "predictions")
         some = contexts[done : done + rows]
-        last = subject.body(some, attend=attend)[:, -1:]
         targets = input_ids[first + done : first + done + len(some), None]
-        parts.append(hidden_losses(subject.logits, last, targets)[:, 0])
+        run = partial(_last_losses, subject, some, targets, attend)
+        losses = run()
+        check_finite(losses, subject.module, run)
+        parts.append(losses)
     progress("recompute", len(contexts), len(contexts), "predictions")
-    losses = torch.cat(parts)
-    if not bool(losses.isfinite().all()):
-        raise KvprobeError(f"the loss is not finite at window {window} with recompute; try float32")
-    return losses
+    return torch.cat(parts)
+
+
+def _last_losses(model: LanguageModel, ids: Tensor, targets: Tensor, attend: "Attend | None") -> Tensor:
+    """Losses ``[rows]`` of ``targets`` ``[rows, 1]``, each after the last of its row of ``ids`` ``[rows, length]``."""
+    return hidden_losses(model.logits, model.body(ids, attend=attend)[:, -1:], targets)[:, 0]
 
 
 def choose_sinks(

@@ -9,7 +9,7 @@ from kvprobe.attention.capture import capture
 from kvprobe.attention.language_model import Attended, language_model, observe
 from kvprobe.attention.seam import attending
 from kvprobe.decoder.model import from_hf
-from kvprobe.errors import UnsupportedModelError
+from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.native.eligible import obstacle
 from kvprobe.probes import mass, windows
 from kvprobe.probes.losses import token_losses
@@ -94,6 +94,21 @@ def test_windows_are_the_same(family, positions):
                 assert ours[name] == pytest.approx(value, abs=2e-4), name
             else:
                 assert ours[name] == value, name
+
+
+def test_a_loss_that_is_not_finite_names_the_same_layer_in_both():
+    model, decoder = both("llama")
+    ids = tiny_ids(40)[0]
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+        decoder.blocks[1].mlp.up.weight[3, 5] = float("nan")
+    for each, part in ((model, r"model\.layers\.1\.mlp\.up_proj"), (decoder, r"blocks\.1\.mlp\.up")):
+        text = f"{part} is the first .* at float32; check the"
+        with pytest.raises(KvprobeError, match=text):
+            token_losses(each, ids, score_from=16)
+        with pytest.raises(KvprobeError, match=text):
+            windows.recompute_losses(each, ids, window=6, score_from=16)
+        assert not any(module._forward_hooks for module in each.modules())
 
 
 def test_observing_changes_nothing_and_leaves_the_model_as_it_was_also_on_an_error():
