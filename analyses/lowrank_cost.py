@@ -19,8 +19,7 @@ from torch import Tensor
 
 from analyses.common import script, show
 from analyses.timing import compare
-from kvprobe.attention.call import AttentionCall
-from kvprobe.attention.seam import attending
+from kvprobe.attention.language_model import observe
 from kvprobe.bench.busy import Watch
 from kvprobe.models.subject import prepare
 from kvprobe.probes.losses import token_losses
@@ -39,7 +38,7 @@ def run(model: str, *, text: str = "bundled", tokens: int = 1024, repeats: int =
     network, ids, record = _subject(model, text, tokens)
     score_from = tokens // 2
     view = View.on(network)
-    matrices = _matrices(network, ids, view)
+    matrices = list(observe(network, ids, view.matrix).values())
     width = matrices[0].shape[-1]
     limit = min(width, tokens)
     bases = fit_layers(network, ids, view)
@@ -75,18 +74,6 @@ def run(model: str, *, text: str = "bundled", tokens: int = 1024, repeats: int =
 def _with_share(row: Row) -> Row:
     """The ratio for one rank, where a row is a sweep of several (its full pass included)."""
     return {**row, "ratio_per_rank": row["ratio"] / SWEEP if "sweep" in row["way"] else None}
-
-
-def _matrices(network: Any, ids: Tensor, view: View) -> list[Tensor]:
-    matrices = []
-
-    def watch(call: AttentionCall) -> Tensor:
-        matrices.append(view.matrix(call))
-        return call.attend()
-
-    with attending(network, watch):
-        network.base_model(input_ids=ids, use_cache=False)
-    return matrices
 
 
 def _subject(model: str, text: str, tokens: int) -> tuple[Any, Tensor, dict[str, Any]]:

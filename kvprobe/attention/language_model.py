@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.rope import Rope
-from kvprobe.errors import UnsupportedModelError
+from kvprobe.errors import NotIntercepted, UnsupportedModelError
 from kvprobe.shape.spec import Spec
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def observe(model: Any, ids: Tensor, look: Callable[[AttentionCall], Any], **inp
     """``look(call)`` of every layer in one pass over ``ids`` ``[batch, length]``, by layer; nothing else changes.
 
     ``look`` may give an :class:`Attended` to save computing attention twice. ``inputs`` go to the model. Raises
-    NotIntercepted where a layer attends twice, or cannot be seen.
+    NotIntercepted where a layer attends twice or cannot be seen, and where none attends.
     """
     from kvprobe.attention.seam import once
 
@@ -251,6 +251,8 @@ def observe(model: Any, ids: Tensor, look: Callable[[AttentionCall], Any], **inp
         return call.attend() if output is None else output
 
     subject.body(ids, attend=once(subject.family, watch), **inputs)
+    if not seen:
+        raise NotIntercepted(f"family {subject.family}: no layer attends, so there is nothing to look at")
     return seen
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.language_model import observe
 from kvprobe.attention.layers import decoder_of, family_of
 from kvprobe.attention.rope import Rope
-from kvprobe.attention.seam import attending
 from kvprobe.errors import UnsupportedModelError
 
 # the same tokens at positions 0 to 5 and 37 to 42: relative positions are the same, so hidden states are too
@@ -117,28 +117,25 @@ def _look(model: nn.Module, shift: int) -> dict[int, _Seen]:
     weight: Tensor = embedding.weight  # type: ignore[assignment]
     device = torch.device("cpu") if weight.is_meta else weight.device
     tokens = (torch.arange(LENGTH) % weight.shape[0]).expand(2, -1)
-    seen: dict[int, _Seen] = {}
 
-    def watch(call: AttentionCall) -> Tensor:
-        seen[call.layer] = _Seen(call.query.detach().clone(), call.key.detach().clone(), call.value.detach().clone())
-        return call.attend()
+    def look(call: AttentionCall) -> _Seen:
+        return _Seen(call.query.detach().clone(), call.key.detach().clone(), call.value.detach().clone())
 
     try:
-        with torch.no_grad(), attending(model, watch):
-            model.base_model(  # type: ignore[operator]
-                input_ids=tokens.to(device),
-                position_ids=positions.to(device),
-                # ones: without a mask, two rows with other positions could be taken for packed sequences
-                attention_mask=torch.ones_like(tokens).to(device),
-                use_cache=False,
-            )
+        return observe(
+            model,
+            tokens.to(device),
+            look,
+            position_ids=positions.to(device),
+            # ones: without a mask, two rows with other positions could be taken for packed sequences
+            attention_mask=torch.ones_like(tokens).to(device),
+        )
     except (IndexError, RuntimeError, TypeError) as error:
         first = str(error).partition("\n")[0]
         raise UnsupportedModelError(
             f"family {family_of(model)} cannot be run at positions that do not begin at 0 ({first}), so how it turns "
             "its keys is not seen"
         ) from error
-    return seen
 
 
 def _fit(pair: Tensor, frequencies: list[Tensor], shift: int) -> Rope | None:

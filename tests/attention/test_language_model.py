@@ -9,7 +9,7 @@ from kvprobe.attention.capture import capture
 from kvprobe.attention.language_model import Attended, language_model, observe
 from kvprobe.attention.seam import attending
 from kvprobe.decoder.model import from_hf
-from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.errors import KvprobeError, NotIntercepted, UnsupportedModelError
 from kvprobe.native.eligible import obstacle
 from kvprobe.probes import mass, windows
 from kvprobe.probes.losses import token_losses
@@ -180,6 +180,14 @@ def test_a_decoder_compiled_before_the_block_is_seen():
             close(compiled(ids), wanted)
     close(compiled(ids), plain)
     torch._dynamo.reset()
+
+
+def test_a_look_that_is_never_called_is_said():
+    decoder = rope_decoder()
+    for block in decoder.blocks:
+        block.attention.forward = lambda x, now: x
+    with pytest.raises(NotIntercepted, match="family decoder: no layer attends"):
+        observe(decoder, tiny_ids(6), lambda call: call.layer)
 
 
 def test_a_block_on_what_is_no_language_model_is_refused():
