@@ -153,7 +153,7 @@ class HFModel:
         """
         # a token as good as any: the body that would read it is stood in for
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        with _answering(self._model, _BodyOutput(hidden)):
+        with _answering(self._model, _BodyOutput(self.family, hidden)):
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
         return logits
 
@@ -256,11 +256,16 @@ def observe(model: Any, ids: Tensor, look: Callable[[AttentionCall], Any], **inp
     return seen
 
 
-class _BodyOutput:
-    """What a body gives, hidden states and nothing else: every other field that a family reads is None."""
+# what a body gives only if it is asked to, and what a head hands on without using it
+_NOT_ASKED_FOR = {"past_key_values", "hidden_states", "attentions", "cross_attentions", "router_logits", "cache"}
+_NOT_ASKED_FOR |= {"image_hidden_states", "audio_hidden_states", "rope_deltas", "cache_params", "rnn_state"}
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
+
+class _BodyOutput:
+    """What a body gives, hidden states and nothing else; a head that reads more is refused."""
+
+    def __init__(self, family: str, hidden: Tensor) -> None:
+        self._family, self.last_hidden_state = family, hidden
 
     def __getitem__(self, index: Any) -> Any:
         return (self.last_hidden_state,)[index]
@@ -268,6 +273,8 @@ class _BodyOutput:
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name not in _NOT_ASKED_FOR:
+            raise UnsupportedModelError(f"family {self._family}: its head reads {name}, which is not known here")
 
 
 @contextmanager

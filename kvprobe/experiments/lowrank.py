@@ -152,7 +152,7 @@ class Lowrank(Experiment):
             "fit_text": None if fit is None else _about(fit),
             "ranks_by_layer": swept.ranks_by_layer,
             "interval": interval_of(swept.block_length),
-            "local_layers": any(window is not None for window in loaded.spec.windows),
+            "has_local_layers": any(window is not None for window in loaded.spec.windows),
         }
         return swept.rows, facts
 
@@ -248,7 +248,7 @@ def _summary(result: Result) -> list[str]:
         f"{first['limit']:,}",
         f"interval: {run['interval']}",
     ]
-    if run["local_layers"]:
+    if run.get("has_local_layers"):
         lines.append("layers with their own window are truncated over the whole passage as well")
     return lines
 

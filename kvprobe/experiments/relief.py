@@ -46,7 +46,7 @@ class Relief(Experiment):
     Examples:
       kvprobe relief smollm2-135m --plot relief.png
       kvprobe relief smollm2-135m --window 256 --sinks 1 --bits 8 --bits 4 --bits 2
-      kvprobe relief smollm2-135m --basis heldout --rank 192 --tokens 2048
+      kvprobe relief smollm2-135m --rank 192 --basis heldout --basis oracle
     """
 
     name = "relief"
@@ -83,12 +83,12 @@ class Relief(Experiment):
         shown="1/2, 1/4 and 1/8 of the width",
     )
     bases: tuple[str, ...] = setting(
-        BASES,
-        "What the bases are fitted to: the scored tokens themselves, or later tokens of the same text.",
+        ("heldout",),
+        "What the bases are fitted to: later tokens of the same text, or the scored tokens themselves (a bound, no "
+        "cache). Repeat for both.",
         kind=str,
         flag="--basis",
         choices=BASES,
-        shown="both",
     )
     bits: tuple[int, ...] = setting((8, 4), "Bits that an element is stored in. Repeat for several.", kind=int)
     score_from: int | None = setting(

@@ -4,12 +4,13 @@ import pytest
 
 from support.models import only_document, write_random
 
+BOTH = ("--basis", "oracle", "--basis", "heldout")
 SHORT = ("--tokens", 64, "--window", 16, "--rank", 8, "--bits", 4)
 
 
 def test_a_row_a_lever_and_the_model_first(main, tiny_llama, tmp_path):
     picture = tmp_path / "relief.svg"
-    done = main("relief", tiny_llama, *SHORT, "--plot", picture, "--format", "json", "--quiet")
+    done = main("relief", tiny_llama, *SHORT, *BOTH, "--plot", picture, "--format", "json", "--quiet")
     result = only_document(done)
     assert result["analysis"] == "relief_map"
     assert [row["lever"] for row in result["rows"]] == [
@@ -23,7 +24,7 @@ def test_a_row_a_lever_and_the_model_first(main, tiny_llama, tmp_path):
 
 
 def test_the_table_ends_in_the_finding(main, tiny_llama):
-    done = main("relief", tiny_llama, *SHORT, "--basis", "heldout")
+    done = main("relief", tiny_llama, *SHORT)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0].split() == [

@@ -240,7 +240,7 @@ def test_many_bits_change_no_loss_and_few_do(subject):
 
 
 def test_relief_by_hand(subject):
-    result = Relief(windows=(12,), ranks=(8,)).run(subject)
+    result = Relief(windows=(12,), ranks=(8,), bases=("oracle", "heldout")).run(subject)
     rows = {row["lever"]: row for row in result.rows}
     # 96 tokens of 3 layers of K and V of 2 heads of 8, float32
     full = 96 * 384
