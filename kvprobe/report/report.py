@@ -156,7 +156,7 @@ def _bill(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
     longest = max(section["record"]["contexts"])
     columns = [column for column in Cache.columns if column.field != "context"]
     columns[1] = replace(columns[1], heading=f"cache of {longest:,} tokens")
-    arithmetic = "A bill is arithmetic on the model's shape; the sections below measure what some of the levers cost."
+    arithmetic = "A bill is arithmetic on the model's shape; other sections measure what some of the levers cost."
     return section | {
         "sentences": [*section["sentences"], arithmetic],
         "caption": f"The cache by context, and what each lever leaves of it at {longest:,} tokens.",
@@ -183,7 +183,10 @@ def _section_of(
 
 
 def _relief(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
-    return _section_of(Relief(seed=config.seed), subject, progress)
+    section = _section_of(Relief(seed=config.seed), subject, progress)
+    # the picture shows the two that are left out, and the table fits its page
+    columns = [column for column in section["columns"] if column.field not in ("kind", "bytes_per_token")]
+    return section | {"columns": columns}
 
 
 def _sinks(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
