@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.caches.kv_cache import KVCache
-from kvprobe.decoder.engine import TorchEngine, timed
+from kvprobe.decoder.engine import TorchEngine, one_thread, timed
 from kvprobe.decoder.linear import FEWEST_TOKENS
 from kvprobe.decoder.model import Decoder
 from kvprobe.native.decode_program import NumbaStep
@@ -43,7 +43,9 @@ class NumbaEngine(TorchEngine):
         """As :class:`kvprobe.decoder.engine.Engine` says."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [batch, n], got {[*tokens.shape]}")
-        return torch.stack([self._step.step(token) for token in tokens.unbind(1)], dim=1)
+        # torch's threads, woken to stack the logits, would wait for more work on the cores that the next step needs
+        with one_thread():
+            return torch.stack([self._step.step(token) for token in tokens.unbind(1)], dim=1)
 
     @cached_property
     def _step(self) -> NumbaStep:
