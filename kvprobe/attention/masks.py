@@ -37,6 +37,32 @@ def window_keep(
     return causal & ((key > query - window) | (key < n_sink))
 
 
+def keep_by_index(
+    query: Tensor,
+    key: Tensor,
+    *,
+    window: int | None = None,
+    n_sink: int = 0,
+    local: int | None = None,
+    first: Tensor | None = None,
+) -> Tensor:
+    """The same of tokens that lie in any order: bool ``[batch or 1, heads or 1, q_len, kv_len]``.
+
+    ``query`` ``[q_len]`` or ``[batch, q_len]`` and ``key`` ``[kv_len]`` or ``[batch, heads or 1, kv_len]`` are indices;
+    None of ``window`` is everything. ``local`` is a window that is applied to sinks as well. ``first`` ``[batch]`` is
+    the index of each row's first token: what is before it is padding, or no key at all.
+    """
+    query = query[None, None, :, None] if query.ndim == 1 else query[:, None, :, None]
+    key = key[None, None, None] if key.ndim == 1 else key[:, :, None]
+    first = None if first is None else first[:, None, None, None]
+    keep = key <= query
+    if window is not None:
+        keep = keep & ((key > query - window) | (key < (n_sink if first is None else first + n_sink)))
+    if local is not None:
+        keep = keep & (key > query - local)
+    return keep if first is None else keep & (key >= first)
+
+
 def additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask that is added to scores: 0 where ``keep``, minus infinity elsewhere; same shape, of ``dtype``."""
     return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, -torch.inf)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprobe.attention.call import AttentionCall
 from kvprobe.bench.storages import measure
-from kvprobe.caches.kv_cache import CacheShape, FullCache, KVCache, RollingCache
+from kvprobe.caches.layer import KVCache, Place
+from kvprobe.caches.registry import build
 from kvprobe.errors import UnsupportedModelError
 from kvprobe.memory import check_memory
 from kvprobe.models.loading import Loaded
@@ -17,6 +19,9 @@ from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Bill, bill
 from kvprobe.shape.spec import Spec
+
+# tokens that our own caches are given at once
+FED_AT_ONCE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,7 @@ def rows(
     contexts: Sequence[int],
     *,
     batch: int = 1,
+    kinds: Sequence[str] = ("full", "rolling"),
     window: int = 256,
     n_sink: int = 4,
     seed: int = 0,
@@ -41,10 +47,10 @@ def rows(
     """Every kind of cache after ``contexts`` tokens have been read in one go: ``formula_bytes`` beside what is held.
 
     Hugging Face's caches are filled by a forward of the model itself, since what they hold depends on what it hands
-    them; ours, preallocated, are given keys and values of those shapes, and left out for models that keep anything else
-    (:func:`own_shape`). The formula is the model's bill (:mod:`kvprobe.shape.cache_bytes`) and, of the rolling cache,
-    that of its slots. Raises ValueError beyond the model's positions, KvprobeError where a cache would not fit the free
-    memory, both before anything is built.
+    them; ours, those of ``kinds`` (:mod:`kvprobe.caches.registry`), are given keys and values of those shapes, and left
+    out for models that keep anything but one K and one V for each KV head. The formula is the model's bill
+    (:mod:`kvprobe.shape.cache_bytes`) and, of ours, that of their layers. Raises ValueError beyond the model's
+    positions, KvprobeError where a cache would not fit the free memory, both before anything is built.
     """
     spec, shape = loaded.spec, bill(loaded.spec, loaded.dtype)
     for context in contexts:
@@ -55,14 +61,14 @@ def rows(
         # beside the cache itself the prefill of its tokens, and the fused projection is larger than either
         need = int((2 + spec.n_heads / (2 * max(1, spec.n_kv_heads))) * _unbounded(shape).total(context, batch=batch))
         check_memory(f"a cache of {context:,} tokens, batch {batch}", need, loaded.device)
-    if own_shape(spec) is not None:
-        slots = rolling_bytes(shape, window=max(1, window), n_sink=max(0, n_sink), batch=batch)
-        check_memory(f"a rolling cache of {window + n_sink:,} tokens", slots, loaded.device, hint="a smaller --window")
+        for kind in kinds if spec.keeps_plain_kv else ():
+            own = batch * _build(loaded, kind, context, min(1, batch), window, n_sink, device="meta").formula_bytes
+            check_memory(f"a {kind} cache", own, loaded.device, hint="a smaller --window or --context")
     table = []
     for context in contexts:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(spec.vocab_size, (batch, context), generator=generator).to(loaded.device)
-        caches = [*_own(loaded, shape, batch, context, window, n_sink), *_foreign(loaded, shape, ids)]
+        caches = [*_own(loaded, shape, kinds, batch, context, window, n_sink), *_foreign(loaded, shape, ids)]
         for done, tested in enumerate(caches):
             progress(f"caches at {context:,} tokens", done, len(caches))
             _, held = measure(tested.make, loaded.device)
@@ -82,19 +88,6 @@ def rows(
     return table
 
 
-def own_shape(spec: Spec) -> CacheShape | None:
-    """What kvprobe's caches must know of the model; None unless it keeps one K and one V for each KV head."""
-    if not spec.keeps_plain_kv:
-        return None
-    return CacheShape(n_layers=spec.n_layers, n_kv_heads=spec.n_kv_heads, head_dim=spec.head_dim, windows=spec.windows)
-
-
-def rolling_bytes(shape: Bill, *, window: int, n_sink: int, batch: int = 1) -> int:
-    """Bytes of a rolling cache, allocated at once: n_sink + window slots, in a local layer n_sink + its own window."""
-    layers = tuple(replace(layer, limit=n_sink + min(window, layer.limit or window)) for layer in shape.layers)
-    return replace(shape, layers=layers).total(n_sink + window, batch=batch)
-
-
 def fused_views(
     spec: Spec, context: int, *, batch: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> list[tuple[Tensor, Tensor]]:
@@ -112,20 +105,37 @@ def fused_views(
     return kept
 
 
-def _own(loaded: Loaded, shape: Bill, batch: int, context: int, window: int, n_sink: int) -> Iterator[CacheUnderTest]:
+def _own(
+    loaded: Loaded, shape: Bill, kinds: Sequence[str], batch: int, context: int, window: int, n_sink: int
+) -> Iterator[CacheUnderTest]:
     spec = loaded.spec
-    own = own_shape(spec)
-    if own is None:
+    if not spec.keeps_plain_kv:
         return
-    place: dict[str, Any] = {"batch": batch, "dtype": getattr(torch, loaded.dtype), "device": loaded.device}
-    full = partial(FullCache, own, capacity=context, bound_local=True, **place)
-    rolling = partial(RollingCache, own, window=window, n_sink=n_sink, **place)
-    formula = shape.total(context, batch=batch)
-    slots = rolling_bytes(shape, window=window, n_sink=n_sink, batch=batch)
-    yield CacheUnderTest(cache="full", formula_bytes=formula, make=lambda: _fed(full(), context))
-    yield CacheUnderTest(cache="rolling", formula_bytes=slots, make=lambda: _fed(rolling(), context))
+    for kind in kinds:
+        build_one = partial(_build, loaded, kind, context, batch, window, n_sink)
+        formula = build_one(device="meta").formula_bytes
+
+        def make(build_one: Callable[[], KVCache] = build_one) -> KVCache:
+            return _fed(build_one(), context, loaded.device)
+
+        yield CacheUnderTest(cache=kind, formula_bytes=formula, make=make)
     every = _unbounded(shape).total(context, batch=batch)
+    place: dict[str, Any] = {"batch": batch, "dtype": getattr(torch, loaded.dtype), "device": loaded.device}
     yield CacheUnderTest(cache="fused views", formula_bytes=every, make=partial(fused_views, spec, context, **place))
+
+
+def _build(
+    loaded: Loaded, kind: str, context: int, batch: int, window: int, n_sink: int, *, device: str | None = None
+) -> KVCache:
+    own: dict[str, dict[str, Any]] = {"full": {"bound_local": True}, "rolling": {"window": window, "n_sink": n_sink}}
+    place = Place(
+        shape=loaded.spec.layers,
+        capacity=window + max(0, n_sink) if kind == "rolling" else context,
+        batch=batch,
+        dtype=getattr(torch, loaded.dtype),
+        device=device or loaded.device,
+    )
+    return build(kind, place, **own.get(kind, {}))
 
 
 def _foreign(loaded: Loaded, shape: Bill, ids: Tensor) -> Iterator[CacheUnderTest]:
@@ -146,15 +156,18 @@ def _foreign(loaded: Loaded, shape: Bill, ids: Tensor) -> Iterator[CacheUnderTes
     yield CacheUnderTest(cache="hf static", formula_bytes=formula, make=static)
 
 
-def _fed(cache: KVCache, context: int) -> KVCache:
+def _fed(cache: KVCache, context: int, device: str) -> KVCache:
     """``cache`` after it was given keys and values of ``context`` tokens."""
-    of = cache.shape
-    new = torch.zeros(cache.batch, of.n_kv_heads, context, of.head_dim, device=cache.keys[0].device)
-    new = new.to(cache.keys[0].dtype)
-    cache.begin(cache.batch, context)
-    for layer in range(of.n_layers):
-        cache.update(layer, new, new)
-    cache.end()
+    # in parts, so that no mask of all queries and all keys is made
+    for done in range(0, context, FED_AT_ONCE):
+        q_len = min(FED_AT_ONCE, context - done)
+        cache.begin(cache.batch, q_len)
+        for i, (layer, shape) in enumerate(zip(cache.layers, cache.shape, strict=True)):
+            size = (cache.batch, shape.n_kv_heads, q_len)
+            key, value = (torch.zeros(*size, width, device=device) for width in (shape.head_dim, shape.v_head_dim))
+            # what attention would give is not asked for
+            layer.attend(AttentionCall(layer=i, query=key, key=key, value=value, scale=1.0), lambda call: call.query)
+        cache.end()
     return cache
 
 

@@ -6,7 +6,7 @@ tokens, as a user waits for them. Only the last includes drawing the token from 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from kvprobe.bench.busy import Watch
 from kvprobe.bench.machine import Clock, Timing, device_clock, timed
 from kvprobe.bench.roofline import Ceilings, Shape, Work, total
-from kvprobe.caches.kv_cache import KVCache
+from kvprobe.caches.layer import KVCache
+from kvprobe.caches.registry import build
 from kvprobe.decoder.engine import Engine, reread
 from kvprobe.decoder.model import Decoder
 from kvprobe.generation import engines
@@ -76,13 +77,15 @@ class Bench:
     """How to time a decoder.
 
     At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``engine`` is the kind
-    that reads prompts and decodes (:mod:`kvprobe.generation.engines`). ``start_ups`` has the seconds
+    that reads prompts and decodes (:mod:`kvprobe.generation.engines`), ``cache_kind`` the kind of cache
+    (:mod:`kvprobe.caches.registry`). ``start_ups`` has the seconds
     that the first engine of each kind took to get ready, ``notes`` why it is not the compiled one, ``watch`` what else
     ran: all fill as rows are timed.
     """
 
     decoder: Decoder
     engine: engines.Kind = "auto"
+    cache_kind: str = "full"
     repeats: int = 20
     seconds: float = 3.0
     seed: int = 0
@@ -107,7 +110,10 @@ class Bench:
         for context in contexts:
             self.decoder.check_length(context)
             for batch in batches:
-                need = shape.decode(context, batch=batch).cache_bytes
+                # refuses contexts and batches below 1
+                shape.decode(context, batch=batch)
+                # a row's bytes, since a batch may be longer than any list of its lengths
+                need = batch * self._cache(context, device="meta").formula_bytes
                 need += self._activation_bytes(context, batch if batch == batches[0] else 1)
                 check_memory(f"a batch of {batch} at {context:,} tokens", need, device)
         return self._observations(contexts, batches, phases, shape)
@@ -116,8 +122,11 @@ class Bench:
         """``n_new`` tokens after a prompt of ``n_prompt``, with a cache (prefill, then greedy decode) and without.
 
         If ``naive_samples`` is given, only so many tokens without a cache are timed, spread evenly, and their mean
-        stands for the others. Raises ValueError as :meth:`measure` does, and for numbers below 1.
+        stands for the others. Raises ValueError as :meth:`measure` does, for numbers below 1, and for a kind of cache
+        other than full, whose work at each length is not known.
         """
+        if self.cache_kind != "full":
+            raise ValueError(f"a whole answer is timed with a full cache, not with {self.cache_kind}")
         samples = n_new if naive_samples is None else naive_samples
         for name, value in (("prompt", n_prompt), ("new tokens", n_new), ("naive samples", samples)):
             if value < 1:
@@ -136,7 +145,7 @@ class Bench:
         for batch in batches:
             for context in contexts:
                 ids = self._ids(batch, context)
-                cache = self.decoder.full_cache(context, batch=batch, bound_local=True)
+                cache = self._cache(context, batch)
                 chosen = phases if batch == batches[0] else [phase for phase in phases if phase == "cached"]
                 observed = partial(
                     Observation,
@@ -155,15 +164,16 @@ class Bench:
                     self._note(engine)
                     yield observed(phase="prefill", n_tokens=batch * context, timing=timing, step=by)
                 if "cached" in chosen:
-                    self._fill(cache, ids)
-                    yield self._cached(cache, ids[:, -1], context, shape)
+                    yield self._cached(cache, ids, shape)
 
-    def _cached(self, cache: KVCache, token: Tensor, context: int, shape: Shape) -> Observation:
-        def rewind() -> None:
-            # every run is the step at exactly this context: it overwrites the last token with itself
-            cache.length = context - 1
-
-        rewind()
+    def _cached(self, cache: KVCache, ids: Tensor, shape: Shape) -> Observation:
+        context, token = ids.shape[1], ids[:, -1]
+        # every run is the step at exactly this context
+        rewind = self._filled_but_one(cache, ids)
+        work = shape.decode(context, batch=cache.batch)
+        if self.cache_kind != "full":
+            read = sum(layer.index(1).shape[-1] for layer in cache.layers)
+            work = replace(work, cache_bytes=cache.formula_bytes, attention_flops=shape.attend(read, cache.batch))
         engine = self._engine(cache)
         self._first_step(engine, token[:, None])
         decode = partial(engine.decode, token[:, None])
@@ -175,14 +185,14 @@ class Bench:
             step=engine.name,
             n_tokens=cache.batch,
             timing=timing,
-            works=(shape.decode(context, batch=cache.batch),),
+            works=(work,),
         )
 
     def _end_to_end(self, n_prompt: int, n_new: int, samples: int) -> Iterator[Observation]:
         shape, clock = Shape.of(self.decoder), self._clock
         ids = self._ids(1, n_prompt + n_new)
         observed = partial(Observation, context=n_prompt, batch=1, n_tokens=n_new)
-        cache = self.decoder.full_cache(n_prompt + n_new - 1, bound_local=True)
+        cache = self._cache(n_prompt + n_new - 1)
         engine = self._engine(cache)
         self._first_step(engine, ids[:, :1])
         cache.reset()
@@ -253,16 +263,33 @@ class Bench:
         ids = torch.randint(self.decoder.config.vocab, (batch, length), generator=generator)
         return ids.to(self.decoder.embedding.weight.device)
 
-    def _fill(self, cache: KVCache, ids: Tensor) -> None:
+    def _cache(self, capacity: int, batch: int = 1, **where: Any) -> KVCache:
+        settings = {"bound_local": True} if self.cache_kind == "full" else {}
+        return build(self.cache_kind, replace(self.decoder.place(capacity, batch=batch), **where), **settings)
+
+    def _filled_but_one(self, cache: KVCache, ids: Tensor) -> Callable[[], None]:
+        """Fill the cache but for the last token; what brings it back to that after a step."""
+        capacity, lengths = ids.shape[1], [ids.shape[1] - 1] * cache.batch
+        self._fill(cache, ids, capacity)
+        try:
+            cache.truncate(lengths)
+        except ValueError:
+            # the kind has forgotten what the last token displaced
+            cache.reset()
+            self._fill(cache, ids[:, :-1], capacity)
+            before = {name: tensor.clone() for name, tensor in cache.state().items()}
+            return lambda: cache.restore(before)
+        return lambda: cache.truncate(lengths)
+
+    def _fill(self, cache: KVCache, ids: Tensor, capacity: int) -> None:
         """The cache as after a prefill. Every row is a copy of the first: as many bytes as if filled row by row."""
         if cache.length == ids.shape[1]:
             return
-        filled = cache if cache.batch == 1 else self.decoder.full_cache(ids.shape[1], bound_local=True)
+        filled = cache if cache.batch == 1 else self._cache(capacity)
         self._engine(filled).prefill(ids[:1])
-        for target, source in zip([*cache.keys, *cache.values], [*filled.keys, *filled.values], strict=True):
-            if target is not source:
-                target.copy_(source.expand_as(target))
-        cache.length = filled.length
+        if filled is not cache:
+            ours = cache.state()
+            cache.restore({name: tensor.expand_as(ours[name]) for name, tensor in filled.state().items()})
 
     def _activation_bytes(self, n_tokens: int, batch: int) -> int:
         config, weight = self.decoder.config, self.decoder.embedding.weight

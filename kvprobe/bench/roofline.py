@@ -100,7 +100,7 @@ class Shape:
             weight_bytes=self._weight_bytes(batch),
             cache_bytes=batch * seen * self._kv_bytes,
             weight_flops=2 * batch * (self.matrices + self.head),
-            attention_flops=batch * seen * self._pair_flops,
+            attention_flops=self.attend(seen, batch),
         )
 
     def prefill(self, n_tokens: int, *, batch: int = 1, all_logits: bool = False) -> Work:
@@ -119,6 +119,10 @@ class Shape:
             weight_flops=2 * batch * (n_tokens * self.matrices + n_logits * self.head),
             attention_flops=batch * pairs * self._pair_flops,
         )
+
+    def attend(self, n_keys: int, batch: int = 1) -> int:
+        """FLOPs of one query a row with ``n_keys`` keys, those of all layers together."""
+        return batch * n_keys * self._pair_flops
 
     def _weight_bytes(self, n_tokens: int) -> int:
         return (self.matrices + self.head + self.vectors + n_tokens * self.token) * self.weight_itemsize

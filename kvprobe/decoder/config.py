@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from kvprobe.attention.rope import Rope
-from kvprobe.caches.kv_cache import CacheShape
+from kvprobe.shape.layers import Layer
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,18 @@ class DecoderConfig:
         return None if rotary is None else _rope(rotary, self.head_dim, device)
 
     @property
-    def cache_shape(self) -> CacheShape:
-        """What a KV cache must know of this decoder."""
-        return CacheShape(
-            n_layers=self.n_layers, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim, windows=self.windows
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer keeps of a token, as a cache must know it."""
+        return tuple(
+            Layer(
+                kind="sliding" if limit else "full",
+                n_heads=self.n_heads,
+                n_kv_heads=self.n_kv_heads,
+                head_dim=self.head_dim,
+                v_head_dim=self.head_dim,
+                limit=limit,
+            )
+            for limit in self.windows or (None,) * self.n_layers
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
-from kvprobe.caches.kv_cache import KVCache
+from kvprobe.caches.layer import KVCache
 from kvprobe.decoder.linear import widening
 from kvprobe.decoder.model import Attend, Decoder
 
@@ -60,8 +60,8 @@ class TorchEngine:
     def __init__(
         self, decoder: Decoder, cache: KVCache, *, attend: Attend = AttentionCall.attend, note: str | None = None
     ) -> None:
-        if cache.shape != decoder.config.cache_shape:
-            raise ValueError(f"the cache belongs to another model: {cache.shape}, not {decoder.config.cache_shape}")
+        if cache.shape != decoder.config.layers:
+            raise ValueError(f"the cache belongs to another model: {cache.shape}, not {decoder.config.layers}")
         self.note, self.start_up_s = note, dict[str, float]()
         self.decoder, self.cache, self._attend = decoder, cache, attend
 

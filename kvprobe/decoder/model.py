@@ -8,7 +8,7 @@ the head. Attention goes through :class:`AttentionCall`, so whatever is written 
 Its weights are random, or those of a model of Hugging Face's: :func:`from_hf`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvprobe.attention.call import AttentionCall
-from kvprobe.caches.kv_cache import FullCache, KVCache, Positions, RollingCache
+from kvprobe.attention.masks import keep_by_index
+from kvprobe.caches import registry
+from kvprobe.caches.full import FullCache
+from kvprobe.caches.layer import Attend, KVCache, Place
+from kvprobe.caches.rolling import RollingCache
 from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.decoder.weights import config_of, load_weights
 
-__all__ = ["Decoder", "DecoderConfig", "Rotary", "from_hf"]
-
-Attend = Callable[[AttentionCall], Tensor]
+__all__ = ["Attend", "Decoder", "DecoderConfig", "Rotary", "from_hf"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,7 @@ class _Pass:
     cache: KVCache | None
     attend: Attend
     angles: dict[Rotary, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    keeps: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
+    keeps: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def turn(self, x: Tensor, layer: int) -> Tensor:
         """``x`` ``[batch, heads, q_len, head_dim]`` turned by the positions of this pass."""
@@ -55,35 +57,18 @@ class _Pass:
         return torch.stack(turned, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(turned, dim=-1)
 
     def keep(self, layer: int) -> Tensor | None:
-        """Which of the layer's keys each query may see, bool ``[batch or 1, 1, q_len, kv_len]``.
+        """Which of the new keys each query may see, bool ``[batch or 1, 1, q_len, q_len]``; with a cache it says so.
 
-        None where that is plainly causal, or one query sees all: those need no mask, and the kernel is faster. Made
-        once for all layers that are alike.
+        None where that is plainly causal: that needs no mask, and the kernel is faster. Made once for all layers that
+        are alike.
         """
         local = self.config.windows[layer] if self.config.windows else None
-        ring = self.q_len if self.cache is None else self.cache.rings[layer]
-        if (local, ring) not in self.keeps:
-            self.keeps[local, ring] = self._keep(layer, local, ring)
-        return self.keeps[local, ring]
-
-    def _keep(self, layer: int, local: int | None, ring: int) -> Tensor | None:
-        past, window, n_sink = 0, None, 0
-        if self.cache is not None:
-            past, window, n_sink = self.cache.length, self.cache.window, self.cache.n_sink
-        end = past + self.q_len
-        in_reach = all(end <= reach for reach in (window, local) if reach is not None)
-        only_seen = self.q_len == 1 and (local is None or (n_sink == 0 and ring <= local))
-        if self.pads is None and (only_seen or (in_reach and (past == 0 or self.q_len == 1))):
+        if self.cache is not None or (self.pads is None and (local is None or self.q_len <= local)):
             return None
-        query = torch.arange(past, end, device=self.positions.device)[:, None]
-        key = query[:, 0] if self.cache is None else self.cache.index(layer, self.q_len)
-        keep = key <= query
-        if window is not None:
-            keep &= (key > query - window) | (key < n_sink)
-        if local is not None:
-            keep &= key > query - local
-        keep = keep[None, None]
-        return keep if self.pads is None else keep & (key >= self.pads[:, None])[:, None, None]
+        if local not in self.keeps:
+            index = torch.arange(self.q_len, device=self.positions.device)
+            self.keeps[local] = keep_by_index(index, index, local=local, first=self.pads)
+        return self.keeps[local]
 
 
 class Norm(nn.Module):
@@ -129,9 +114,6 @@ class Attention(nn.Module):
         query = now.turn(self.query_norm(self._heads(self.query(x))), self.layer)
         key = now.turn(self.key_norm(self._heads(self.key(x))), self.layer)
         value = self._heads(self.value(x))
-        if now.cache is not None:
-            key, value = now.cache.update(self.layer, key, value)
-            query, key = now.cache.fold(self.layer, query, key)
         rope = self.config.rope_of(self.layer, x.device)
         call = AttentionCall(
             layer=self.layer,
@@ -142,7 +124,7 @@ class Attention(nn.Module):
             mask=now.keep(self.layer),
             turn=None if rope is None else rope.turn,
         )
-        output = now.attend(call)
+        output = now.attend(call) if now.cache is None else now.cache.layers[self.layer].attend(call, now.attend)
         wanted = (*query.shape[:3], value.shape[-1])
         if output.shape != wanted:
             raise ValueError(
@@ -291,26 +273,33 @@ class Decoder(nn.Module):
             for handle in handles:
                 handle.remove()
 
-    def full_cache(self, capacity: int, *, batch: int = 1, bound_local: bool = False) -> FullCache:
-        """A cache of this decoder's shape, dtype and device for ``capacity`` tokens."""
-        return FullCache(
-            self.config.cache_shape, capacity=capacity, batch=batch, bound_local=bound_local, **self._placement()
-        )
+    def cache(self, kind: str, capacity: int, *, batch: int = 1, **settings: Any) -> KVCache:
+        """A cache of this decoder's shape, dtype, device and rotation; ``kind`` is one of `kvprobe.caches.registry`.
 
-    def rolling_cache(
-        self, window: int, *, n_sink: int = 0, positions: Positions = "absolute", batch: int = 1
-    ) -> RollingCache:
-        """A rolling cache of this decoder's shape, dtype, device and rotation."""
-        placement = self._placement()
-        ropes = [self.config.rope_of(layer, placement["device"]) for layer in range(self.config.n_layers)]
-        return RollingCache(
-            self.config.cache_shape,
-            window=window,
-            n_sink=n_sink,
-            positions=positions,
-            ropes=None if self.config.rotary is None else [rope for rope in ropes if rope is not None],
+        ``capacity`` is the most tokens a row that it is asked to take; ``settings`` are those of the kind's class.
+        """
+        return registry.build(kind, self.place(capacity, batch=batch), **settings)
+
+    def full_cache(self, capacity: int, *, batch: int = 1, **settings: Any) -> FullCache:
+        """A cache of this decoder's shape, dtype and device for ``capacity`` tokens; settings as of the class."""
+        return FullCache.fit(self.place(capacity, batch=batch), **settings)
+
+    def rolling_cache(self, window: int, *, batch: int = 1, n_sink: int = 0, **settings: Any) -> RollingCache:
+        """A rolling cache of this decoder's shape, dtype, device and rotation; settings as of the class."""
+        place = self.place(window + max(0, n_sink), batch=batch)
+        return RollingCache.fit(place, window=window, n_sink=n_sink, **settings)
+
+    def place(self, capacity: int, *, batch: int = 1) -> Place:
+        """What a cache of this decoder for ``capacity`` tokens must know."""
+        weight = self.embedding.weight
+        ropes = [self.config.rope_of(layer, weight.device) for layer in range(self.config.n_layers)]
+        return Place(
+            shape=self.config.layers,
+            capacity=capacity,
             batch=batch,
-            **placement,
+            ropes=None if self.config.rotary is None else tuple(rope for rope in ropes if rope is not None),
+            dtype=weight.dtype,
+            device=weight.device,
         )
 
     def check_length(self, n_tokens: int, cache: KVCache | None = None) -> None:
@@ -323,10 +312,6 @@ class Decoder(nn.Module):
         else:
             why = "use fewer, or a rolling cache (a window) with positions='cache', which has no last position"
         raise ValueError(f"{n_tokens} tokens are more than the model's {limit} positions: {why}")
-
-    def _placement(self) -> dict[str, Any]:
-        weight = self.embedding.weight
-        return {"dtype": weight.dtype, "device": weight.device}
 
 
 def from_hf(model: nn.Module) -> Decoder:

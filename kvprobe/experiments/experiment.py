@@ -1,7 +1,7 @@
 """What is an experiment? A frozen dataclass whose fields are its settings, in Python, commands and sweeps."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -27,7 +27,7 @@ class Setting:
     help: str
     kind: type
     flag: str | None = None
-    choices: Sequence[str] = ()
+    choices: Collection[str] = ()
     least: float | None = None
     most: float | None = None
     above: bool = False

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvprobe.caches.registry import KINDS
 from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress
 from kvprobe.results import phrases
@@ -85,6 +86,9 @@ class Latency(Experiment):
         "if it supports the CPU, the model and the cache.",
         choices=ENGINES,
     )
+    cache_kind: str = setting(
+        "full", "The kind of cache; kinds other than full are decoded by torch.", flag="--cache", choices=KINDS
+    )
     repeats: int = setting(20, "Most runs of each row.", least=1)
     seconds: float = setting(3.0, "A row stops repeating after this long, but not before three runs.", least=0)
     end_to_end: bool = setting(
@@ -118,7 +122,9 @@ class Latency(Experiment):
         decoder = from_hf(subject.model)
         limit = decoder.config.max_positions
         contexts = [*self.contexts] or [n for n in DEFAULT_CONTEXTS if n <= limit] or [limit]
-        how: dict[str, Any] = {name: getattr(self, name) for name in ("engine", "repeats", "seconds", "seed")}
+        how: dict[str, Any] = {
+            name: getattr(self, name) for name in ("engine", "cache_kind", "repeats", "seconds", "seed")
+        }
         timing = Bench(decoder=decoder, **how, progress=progress)
         # both refuse wrong settings before anything is timed
         parts = [timing.measure(contexts, batches=self.batches, phases=self.phases)] if self.phases else []

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvprobe.caches.registry import KINDS
 from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress
 from kvprobe.results.html import Column, amount
@@ -61,6 +62,14 @@ class Memory(Experiment):
         shown="128, 512 and 1024",
     )
     batch: int = setting(1, "Sequences held at once.", least=1)
+    kinds: tuple[str, ...] = setting(
+        ("full", "rolling"),
+        "Kinds of kvprobe's caches. Repeat for several.",
+        kind=str,
+        flag="--cache",
+        choices=KINDS,
+        shown="full and rolling",
+    )
     window: int = setting(256, "Last tokens that the rolling cache keeps.")
     n_sink: int = setting(4, "Sink tokens that the rolling cache keeps.", flag="--sinks")
     seed: int = seed()
@@ -75,7 +84,12 @@ class Memory(Experiment):
 
         limit = subject.spec.max_positions
         contexts = [*self.contexts] or [n for n in DEFAULT_CONTEXTS if limit is None or n <= limit] or [limit or 1]
-        settings: dict[str, Any] = {"batch": self.batch, "window": self.window, "n_sink": self.n_sink}
+        settings: dict[str, Any] = {
+            "kinds": self.kinds,
+            "batch": self.batch,
+            "window": self.window,
+            "n_sink": self.n_sink,
+        }
         table = rows(subject, contexts, **settings, seed=self.seed, progress=progress)
         counted_by = "allocator" if subject.device.startswith("cuda") else "unique storages"
         return table, {"contexts": contexts, "counted_by": counted_by}

@@ -103,12 +103,11 @@ class Relief(Experiment):
         front and keep none off it; intervals are left aside there. Raises UnsupportedModelError for a model that does
         not keep one K and one V for each KV head, and as the experiments ``window`` and ``lowrank`` do.
         """
-        from kvprobe.bench.cache_memory import own_shape
         from kvprobe.probes.losses import default_block_length
         from kvprobe.probes.quantised import check_bits
 
         spec, n_tokens = subject.loaded.spec, subject.passage.n_tokens
-        if own_shape(spec) is None:
+        if not spec.keeps_plain_kv:
             raise UnsupportedModelError(
                 f"the {spec.family} family does not keep one K and one V for each KV head: the bytes of its levers are "
                 "not known"

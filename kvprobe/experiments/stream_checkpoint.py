@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvprobe.caches.kv_cache import RollingCache
+from kvprobe.caches.rolling import RollingCache
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import try_lock
 from kvprobe.training.checkpoint import Kind, Snapshot, fingerprint
@@ -37,8 +37,7 @@ class Segment:
 class StreamProgress:
     """How far a stream is: the segments of the cells that are ``done``, those of the next, and its running sums.
 
-    ``length`` tokens are in its cache; ``base`` is what its positions are counted from. ``seconds`` and ``resumed``
-    are those of the whole stream.
+    ``length`` tokens are in its cache. ``seconds`` and ``resumed`` are those of the whole stream.
     """
 
     done: tuple[tuple[Segment, ...], ...] = ()
@@ -46,7 +45,6 @@ class StreamProgress:
     nll: float = 0.0
     n_scored: int = 0
     length: int = 0
-    base: int = 0
     seconds: float = 0.0
     resumed: int = 0
 
@@ -115,17 +113,13 @@ class StreamCheckpoint:
         except (KeyError, TypeError):
             raise self._file.foreign() from None
 
-    def restore(self, cache: RollingCache, standing: StreamProgress) -> None:
-        """Fill an empty ``cache`` of the same kind with what it held."""
-        tensors = self._file.tensors()
-        for i, buffer in enumerate(cache._buffers()):
-            buffer.copy_(tensors[str(i)])
-        cache.length, cache._base = standing.length, standing.base
+    def restore(self, cache: RollingCache) -> None:
+        """Fill an empty ``cache`` of the same make with what it held."""
+        cache.restore(self._file.tensors())
 
     def write(self, standing: StreamProgress, cache: RollingCache | None = None) -> None:
         """Replace what stood there."""
-        buffers = [] if cache is None else cache._buffers()
-        self._file.write(asdict(standing), {str(i): buffer for i, buffer in enumerate(buffers)})
+        self._file.write(asdict(standing), {} if cache is None else cache.state())
 
     def remove(self) -> None:
         """Forget the run, if there was one. Another kind of file is refused, not removed."""

@@ -19,7 +19,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvprobe.caches.kv_cache import Positions, RollingCache
+from kvprobe.caches.rolling import Positions, RollingCache
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.experiments.stream_checkpoint import Segment, StreamCheckpoint, StreamProgress
@@ -123,7 +123,7 @@ def stream(
     for window, n_sink in config.cells[len(now.done) :]:
         cache = decoder.rolling_cache(window, n_sink=n_sink, positions=config.positions)
         if state is not None and now.length:
-            state.restore(cache, now)
+            state.restore(cache)
         chunk = config.chunk or window
         # always from a multiple of `chunk`, also after a kill: other chunks would round differently
         for first in range(now.length, n_tokens - 1, chunk):
@@ -132,7 +132,7 @@ def stream(
             losses = _losses(decoder, input_ids[first:last], input_ids[first + 1 : last + 1], cache, skip)
             n_before = len(now.stretches)
             now = now.add(first + 1 + skip, losses, every=config.every or n_tokens, n_tokens=n_tokens)
-            now = replace(now, length=cache.length, base=cache._base, seconds=time.monotonic() - began)
+            now = replace(now, length=cache.length, seconds=time.monotonic() - began)
             mean = f", loss {now.nll / now.n_scored:.4f}" if now.n_scored else ""
             progress(f"window {window} + {n_sink} sinks", last + 1, n_tokens, f"tokens{mean}")
             waited, due = time.monotonic() - saved, len(now.stretches) > n_before

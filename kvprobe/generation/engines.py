@@ -11,7 +11,7 @@ buffers, so the two can alternate. The choice times nothing: the same command gi
 from typing import Literal, get_args
 
 from kvprobe.attention.call import AttentionCall
-from kvprobe.caches.kv_cache import KVCache
+from kvprobe.caches.layer import KVCache
 from kvprobe.decoder.engine import Engine, TorchEngine
 from kvprobe.decoder.model import Attend, Decoder
 from kvprobe.native.eligible import obstacle

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.caches.kv_cache import KVCache
+from kvprobe.caches.layer import KVCache
 from kvprobe.decoder.engine import Engine, one_thread, reread
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError

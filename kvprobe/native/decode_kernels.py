@@ -120,7 +120,7 @@ def _gated(piece: Any, table: Any, vectors: int, vector_stride: int, outs: int, 
 
 @compiled
 def _slot(length: int, n_sink: int, slots: int) -> int:
-    """Where the cache keeps the token of this index (kvprobe.caches.kv_cache: sinks, then a ring)."""
+    """Where the cache keeps the token of this index (kvprobe.caches.ring: sinks, then a ring)."""
     return length if length < n_sink else n_sink + (length - n_sink) % (slots - n_sink)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvprobe.caches.kv_cache import KVCache, RollingCache
+from kvprobe.caches.layer import KVCache
 from kvprobe.decoder.config import Rotary
 from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import Block, Decoder
@@ -46,7 +46,7 @@ class NumbaStep:
         self._program = DecodeProgram(decoder, cache, self._arena, n_threads or torch.get_num_threads())
         self._table = self._program.table
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-        kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
+        kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.buffers()[0].keys.dtype]
         self._pool = WorkerPool(k.work, n_threads or torch.get_num_threads(), self._table, kinds, self._arena)
         # no piece is open yet: this compiles, or loads what an earlier process compiled
         k.work(self._table, 1, *kinds)
@@ -98,7 +98,7 @@ class DecodeProgram:
         # of the matrices that read one vector, where they are stored by inputs: [parts, batch, outputs] of each
         self.parts_of_inputs = arena.floats(0)
         self.pads = arena.words(batch)
-        slots = max(keys.shape[2] for keys in cache.keys)
+        slots = max(held.keys.shape[2] for held in cache.buffers())
         self.parts = -(-ATTENTION_PIECES // (batch * config.n_kv_heads))
         partial = arena.floats(batch * config.n_heads * self.parts * (config.head_dim + 2))
         # one more: parts of a number of slots that they do not divide are not alike
@@ -139,7 +139,7 @@ class DecodeProgram:
             k.SCRATCH: arena.room(n_threads * scratch // 4).data_ptr(),
             k.SCRATCH_BYTES: scratch,
             k.WEIGHT_BYTES: self.item,
-            k.CACHE_BYTES: cache.keys[0].element_size(),
+            k.CACHE_BYTES: cache.buffers()[0].keys.element_size(),
             k.IS_LAYER_NORM: config.norm == "layer",
             k.HIDDEN: config.hidden,
             k.N_HEADS: config.n_heads,
@@ -173,10 +173,7 @@ class DecodeProgram:
 
     def turn_sinks(self, cache: KVCache) -> int:
         """How far a rolling cache with cache positions must turn its sinks before they are read; 0 for the others."""
-        # the step is the other half of this cache: it writes its buffers
-        if not isinstance(cache, RollingCache) or not cache._made:
-            return 0
-        lag = cache._lag(1)[0]
+        lag = cache.sink_lag()
         if lag:
             for rotary, (_, angles) in self.angles.items():
                 self._angles(angles, rotary, torch.tensor([lag]), 1.0)
@@ -312,11 +309,11 @@ class DecodeProgram:
     def _layer_row(self, layer: int, block: nn.Module, cache: KVCache) -> list[int]:
         config, row = self.config, [0] * k.LAYER_ROW
         attention: Any = block.attention
-        made = getattr(cache, "_made", None)
-        self.arena.hold(cache.keys[layer], cache.values[layer], *([made[layer]] if made else []))
-        row[k.KEYS], row[k.VALUES] = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
-        row[k.MADE] = made[layer].data_ptr() if made else 0
-        row[k.SLOTS] = cache.keys[layer].shape[2]
+        held = cache.buffers()[layer]
+        self.arena.hold(held.keys, held.values, *([] if held.made is None else [held.made]))
+        row[k.KEYS], row[k.VALUES] = held.keys.data_ptr(), held.values.data_ptr()
+        row[k.MADE] = 0 if held.made is None else held.made.data_ptr()
+        row[k.SLOTS] = held.keys.shape[2]
         row[k.LOCAL] = (config.windows[layer] if config.windows else None) or 0
         rotary = config.rotary_of(layer)
         if rotary is not None:

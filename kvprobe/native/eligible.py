@@ -7,7 +7,9 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from kvprobe.caches.kv_cache import FullCache, KVCache, RollingCache
+from kvprobe.caches.full import FullCache
+from kvprobe.caches.layer import KVCache
+from kvprobe.caches.rolling import RollingCache
 from kvprobe.decoder.model import MLP, Attend, Attention, Block, Decoder, Norm
 
 # the fields of a decoder's configuration that compiled code honours; any other field is refused by name
@@ -30,8 +32,10 @@ def unreadable(cache: KVCache, n_tokens: int) -> str | None:
         return f"it does not know the cache {type(cache).__name__}"
     if cache.pads is not None:
         return "it takes no padding"
-    if any(cache.length + n_tokens > keys.shape[2] for keys in cache.keys):
+    if any(cache.length + n_tokens > held.keys.shape[2] for held in cache.buffers()):
         return "a ring of the cache would roll"
+    if not cache.alike:
+        return "rows differ in length"
     return None
 
 
@@ -47,8 +51,12 @@ def obstacle(decoder: Decoder, cache: KVCache, attend: Attend | None = None) -> 
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if field.name not in HONOURED and getattr(decoder.config, field.name) != default:
             return f"it does not know the setting {field.name}"
-    if any(parameter.device.type != "cpu" for parameter in decoder.parameters()) or cache.keys[0].device.type != "cpu":
+    if any(parameter.device.type != "cpu" for parameter in decoder.parameters()):
         return "the model is not on the CPU"
+    if (held := cache.buffers()[0].keys).device.type != "cpu":
+        return "the cache is not on the CPU"
+    if cache.headroom:
+        return "it takes no headroom"
     for name, module in decoder.named_modules():
         if type(module) not in _KNOWN:
             return f"{name} is a {type(module).__name__}"
@@ -56,8 +64,8 @@ def obstacle(decoder: Decoder, cache: KVCache, attend: Attend | None = None) -> 
             return f"{name or 'the decoder'} has hooks"
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
-    if len(weights) != 1 or not weights <= {*plain} or cache.keys[0].dtype not in plain:
-        names = sorted(str(dtype).removeprefix("torch.") for dtype in weights | {cache.keys[0].dtype})
+    if len(weights) != 1 or not weights <= {*plain} or held.dtype not in plain:
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in weights | {held.dtype})
         return f"it reads float32 or bfloat16, not {' and '.join(names)}"
     if find_spec("numba") is None:
         return "numba is not installed (pip install 'kvprobe[fast]')"

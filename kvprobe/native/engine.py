@@ -5,7 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvprobe.caches.kv_cache import KVCache
+from kvprobe.caches.layer import KVCache
 from kvprobe.decoder.engine import TorchEngine, one_thread, timed
 from kvprobe.decoder.linear import FEWEST_TOKENS
 from kvprobe.decoder.model import Decoder
@@ -43,6 +43,9 @@ class NumbaEngine(TorchEngine):
         """As :class:`kvprobe.decoder.engine.Engine` says."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [batch, n], got {[*tokens.shape]}")
+        if not self.cache.alike or (self.cache.n_sink and self.cache.pads is not None):
+            # rows of another length each, or with sinks of their own: one row's place is not the other's
+            return super().decode(tokens)
         # torch's threads, woken to stack the logits, would wait for more work on the cores that the next step needs
         with one_thread():
             return torch.stack([self._step.step(token) for token in tokens.unbind(1)], dim=1)

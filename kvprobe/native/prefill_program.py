@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvprobe.caches.kv_cache import KVCache
+from kvprobe.caches.layer import KVCache
 from kvprobe.decoder.config import Rotary
 from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import Block, Decoder
@@ -47,7 +47,7 @@ class NumbaReader:
         self._weights = _addresses(decoder)
         self._program = PrefillProgram(decoder, cache, self._arena, n_threads)
         zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-        kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.keys[0].dtype]
+        kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.buffers()[0].keys.dtype]
         self._pool = WorkerPool(k.work, n_threads, self._program.table, kinds, self._arena)
         # no piece is open yet: this compiles, or loads what an earlier process compiled
         k.work(self._program.table, 1, *kinds)
@@ -96,7 +96,7 @@ class PrefillProgram:
         self.phases: list[list[int]] = []
         # of each phase: its pieces, its pieces a block, and whether it needs no more than the phase before it
         self.counts: list[tuple[int, int, bool]] = []
-        head_dim, slots = config.head_dim, max(keys.shape[2] for keys in cache.keys)
+        head_dim, slots = config.head_dim, max(held.keys.shape[2] for held in cache.buffers())
         self.n_blocks = -(-min(TOKENS_AT_ONCE, slots) // BLOCK)
         width = (config.n_heads + 2 * config.n_kv_heads) * head_dim
         # each [blocks, width, BLOCK]
@@ -121,7 +121,7 @@ class PrefillProgram:
         tall = max(row[k.PER] for row in self.phases)
         # of each a whole tile at its end
         outs = 2 * 4 * BLOCK * (tall + NARROW_ROWS)
-        narrow = cache.keys[0].element_size() < 4
+        narrow = cache.buffers()[0].keys.element_size() < 4
         attended = 8 * slots * head_dim * narrow + 4 * BLOCK * (slots + head_dim + 2 + 2 * NARROW_ROWS)
         scratch = 64 * -(-max(packed + outs, attended, 8 * BLOCK) // 64)
         arena.kept += [self.rows, layers]
@@ -131,7 +131,7 @@ class PrefillProgram:
             k.SCRATCH_BYTES: scratch,
             k.PACKED_BYTES: packed,
             k.WEIGHT_BYTES: self.item,
-            k.CACHE_BYTES: cache.keys[0].element_size(),
+            k.CACHE_BYTES: cache.buffers()[0].keys.element_size(),
             k.IS_LAYER_NORM: config.norm == "layer",
             k.N_HEADS: config.n_heads,
             k.N_KV_HEADS: config.n_kv_heads,
@@ -264,9 +264,10 @@ class PrefillProgram:
     def _layer_row(self, layer: int, block: nn.Module, cache: KVCache) -> list[int]:
         config, row = self.config, [0] * k.LAYER_ROW
         attention: Any = block.attention
-        self.arena.hold(cache.keys[layer], cache.values[layer])
-        row[k.KEYS], row[k.VALUES] = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
-        row[k.SLOTS] = cache.keys[layer].shape[2]
+        held = cache.buffers()[layer]
+        self.arena.hold(held.keys, held.values)
+        row[k.KEYS], row[k.VALUES] = held.keys.data_ptr(), held.values.data_ptr()
+        row[k.SLOTS] = held.keys.shape[2]
         row[k.LOCAL] = (config.windows[layer] if config.windows else None) or 0
         rotary = config.rotary_of(layer)
         if rotary is not None:

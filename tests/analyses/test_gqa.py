@@ -49,7 +49,11 @@ def test_the_module_table_to_the_unit(n_kv_heads, parameters, bytes_a_layer):
     attention = decoder.blocks[0].attention
     assert sum(parameter.numel() for parameter in attention.parameters()) == parameters
     cache = decoder.full_cache(100)
-    storages = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in cache._buffers()}
+    storages = {
+        buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
+        for one in cache.buffers()
+        for buffer in (one.keys, one.values)
+    }
     assert sum(storages.values()) == 100 * 6 * bytes_a_layer
     corpus = Corpus("c", "", "ids", 28, torch.zeros(300, dtype=torch.long), n_train=64, n_valid=1)
     (cell,) = cells(corpus, Protocol(n_train=64, n_valid=1), kv_heads=[n_kv_heads], seeds=[0])

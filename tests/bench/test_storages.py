@@ -3,11 +3,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvprobe.bench.cache_memory import fused_views, own_shape, rolling_bytes, rows
+from kvprobe.bench.cache_memory import fused_views, rows
 from kvprobe.bench.storages import Held, allocated, measure, storage_bytes, tensors_of
-from kvprobe.caches.kv_cache import CacheShape, FullCache, RollingCache
+from kvprobe.caches.full import FullCache
+from kvprobe.caches.rolling import RollingCache
 from kvprobe.models.loading import Loaded
-from kvprobe.shape.cache_bytes import bill
+from kvprobe.shape.layers import Layer
 from kvprobe.shape.spec import Spec
 from support.tiny import tiny_model
 
@@ -104,18 +105,20 @@ def test_sliding_layers():
 @pytest.mark.parametrize(("window", "n_sink"), [(3, 0), (6, 2), (30, 4)])
 def test_rolling_formula_is_its_buffers(window, n_sink):
     spec = loaded("gemma3_text").spec
-    cache = RollingCache(own_shape(spec), window=window, n_sink=n_sink, batch=2)
-    assert rolling_bytes(bill(spec), window=window, n_sink=n_sink, batch=2) == cache.nbytes
+    cache = RollingCache(spec.layers, window=window, n_sink=n_sink, batch=2)
+    # K and V of 2 sequences, 2 heads of 12 elements: a global layer and two that see 8 tokens
+    slots = 3 * n_sink + window + 2 * min(window, 8)
+    assert cache.formula_bytes == cache.nbytes == 2 * 2 * slots * 2 * 12 * 4
 
 
 def test_families_that_keep_other_things_have_transformers_caches_alone():
     mla = loaded("deepseek_v3")
-    assert own_shape(mla.spec) is None
+    assert not mla.spec.keeps_plain_kv
     assert {row["cache"] for row in rows(mla, [8])} == {"hf dynamic", "hf static"}
 
 
 def test_a_measurement_on_a_cpu_is_by_storages():
-    shape = CacheShape(n_layers=2, n_kv_heads=1, head_dim=4)
+    shape = [Layer(kind="full", n_kv_heads=1, head_dim=4, v_head_dim=4)] * 2
     cache, found = measure(lambda: FullCache(shape, capacity=5), "cpu")
     assert found == Held(cache.nbytes, cache.nbytes)
     assert allocated("cpu") is None

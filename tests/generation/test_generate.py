@@ -252,8 +252,18 @@ def test_a_cache_that_does_not_fit_is_refused_before_any_work():
     decoder = rope_decoder()
     with pytest.raises(ValueError, match="holds 0 of 12 tokens: 13 more do not fit"):
         stream(decoder, [PROMPT], max_new_tokens=4, cache=decoder.full_cache(12))
-    with pytest.raises(ValueError, match="rows of equal length"):
-        stream(decoder, [PROMPT, PROMPT[:2]], max_new_tokens=4, cache=decoder.rolling_cache(12, batch=2))
+
+
+@pytest.mark.parametrize("positions", ["absolute", "cache"])
+def test_prompts_of_any_lengths_go_through_a_rolling_cache_as_each_alone(positions):
+    decoder, prompts = rope_decoder(), [PROMPT, PROMPT[:2], PROMPT[:7]]
+
+    def rolling(batch):
+        return decoder.rolling_cache(5, n_sink=2, positions=positions, batch=batch)
+
+    together = generate(decoder, prompts, max_new_tokens=12, cache=rolling(3))
+    for prompt, row in zip(prompts, together.token_ids, strict=True):
+        assert generate(decoder, [prompt], max_new_tokens=12, cache=rolling(1)).token_ids == (row,)
 
 
 def test_logits_that_are_not_finite_are_an_error_and_no_token():

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprobe.attention.call import AttentionCall
-from kvprobe.caches.kv_cache import FullCache
+from kvprobe.caches.full import FullCache
 from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import from_hf
 from kvprobe.generation import engines
@@ -22,6 +22,7 @@ from support.decoders import (
     decode,
     drawn_config,
     from_config,
+    held,
     in_bfloat16,
     prefill,
     random_decoder,
@@ -145,7 +146,7 @@ def test_bfloat16_weights_are_widened_and_nothing_else(family, batch):
         high.embedding.weight.mul_(rounded / low.config.embedding_scale)
         if high.config.tied_head:
             high.logits = lambda x: torch.nn.functional.linear(x, low.embedding.weight.float())
-    shape, ids = low.config.cache_shape, tiny_ids(LENGTH, batch=batch)
+    shape, ids = low.config.layers, tiny_ids(LENGTH, batch=batch)
     ours, theirs = (FullCache(shape, capacity=LENGTH, batch=batch) for _ in range(2))
     step = numba(low, ours)
     for token in ids.T:
@@ -163,7 +164,7 @@ def test_a_bfloat16_cache_holds_what_torch_would_round(positions):
         got, expected = step.step(token[None]), decode(high, token[None], caches[1])
         # where two float32 differ by rounding, one in some thousand is stored as the next bfloat16
         close(got, expected, atol=0.02)
-    for ours, theirs in zip(caches[0]._buffers(), caches[1]._buffers(), strict=True):
+    for ours, theirs in zip(held(caches[0]), held(caches[1]), strict=True):
         assert (ours != theirs).float().mean() < 0.02
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=2**-7)
 
@@ -302,11 +303,11 @@ def test_overflow_is_refused_before_anything_is_written(kind):
         step = stepper(decoder, cache, kind=kind)
         for i in range(n_fed):
             step.step(ids[:, i])
-        before = [buffer.clone() for buffer in cache._buffers()]
+        before = [buffer.clone() for buffer in held(cache)]
         with pytest.raises(ValueError, match=words):
             step.step(ids[:, n_fed])
         assert cache.length == n_fed
-        assert all(map(torch.equal, before, cache._buffers()))
+        assert all(map(torch.equal, before, held(cache)))
 
 
 @pytest.mark.parametrize("token", [-1, 97])
@@ -357,7 +358,7 @@ def test_a_row_that_is_still_padding_is_refused_before_anything_is_written(pads)
     with pytest.raises(ValueError, match=r"still in its padding .*at 0 tokens"):
         step.step(ids[:, 0])
     assert cache.length == 0
-    assert not any(buffer.any() for buffer in cache._buffers())
+    assert not any(buffer.any() for buffer in held(cache))
 
 
 @pytest.mark.parametrize("pads", [torch.tensor([1, 0, 0]), [1, 0], torch.tensor([1.5, 0]), torch.tensor([-1, 0])])

@@ -19,6 +19,7 @@ from support.decoders import (
     VARIANTS,
     close,
     drawn_config,
+    held,
     in_bfloat16,
     random_decoder,
     rope_decoder,
@@ -137,8 +138,10 @@ def test_nothing_is_written_beside_a_buffer(data, guarded):
     decoder = random_decoder(drawn_config(draw), dtype)
     length, batch = draw(st.integers(1, 60)), draw(st.sampled_from([1, 2]))
     cache = decoder.full_cache(length + 1, batch=batch)
-    for buffers in (cache.keys, cache.values):
-        buffers[:] = [floats(None, buffer.numel(), buffer.dtype).view_as(buffer) for buffer in buffers]
+    for layer in cache.layers:
+        layer.keys, layer.values = (
+            floats(None, buffer.numel(), buffer.dtype).view_as(buffer) for buffer in (layer.keys, layer.values)
+        )
     compiled(decoder, cache, n_threads=draw(st.integers(1, 3))).read(tiny_ids(length, batch=batch))
     stepper(decoder, cache, kind="numba").step(torch.zeros(batch, dtype=torch.long))
     check()
@@ -150,7 +153,7 @@ def test_a_bfloat16_cache_is_widened_and_nothing_else():
     compiled(low, ours).read(tiny_ids(60))
     TorchEngine(low, theirs)._read(tiny_ids(60))
     # both rounded once from nearly the same
-    torch.testing.assert_close(ours.keys[0], theirs.keys[0], atol=1e-2, rtol=2**-6)
+    torch.testing.assert_close(ours.buffers()[0].keys, theirs.buffers()[0].keys, atol=1e-2, rtol=2**-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -339,7 +342,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
             compiled(decoder, small).read(torch.tensor(none))
     for cache in (small, long):
         assert cache.length == 0
-        assert not any(buffer.any() for buffer in cache._buffers())
+        assert not any(buffer.any() for buffer in held(cache))
     close(compiled(decoder, small).read(tiny_ids(30)), decoder.body(tiny_ids(30))[:, -1])
     with pytest.raises(ValueError, match="belongs to another model"):
         engines.engine(rope_decoder(n_kv_heads=1), small, "numba")

@@ -65,9 +65,14 @@ def close(got, expected, atol=2e-5):
     torch.testing.assert_close(got, expected, atol=atol, rtol=1e-5)
 
 
+def held(cache):
+    """Every buffer of a cache, keys and values."""
+    return [one for layer in cache.layers for one in layer.tensors().values()]
+
+
 def same_memory(cache, other, atol=2e-5):
     assert cache.length == other.length
-    for ours, theirs in zip(cache._buffers(), other._buffers(), strict=True):
+    for ours, theirs in zip(held(cache), held(other), strict=True):
         close(ours, theirs, atol)
 
 
@@ -123,7 +128,7 @@ def rounding(decoder, ids):
             parameter.mul_(1 + 2.0**-22 * torch.empty_like(parameter).uniform_(-1, 1, generator=noise))
         caches = [each.full_cache(ids.shape[1], batch=len(ids)) for each in (decoder, other)]
         logits = [each(ids, cache=cache) for each, cache in zip((decoder, other), caches, strict=True)]
-    apart = [logits, *zip(*(cache._buffers() for cache in caches), strict=True)]
+    apart = [logits, *zip(*(held(cache) for cache in caches), strict=True)]
     return max(1e-4, *(4 * float((one - two).abs().max()) for one, two in apart))
 
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.caches.registry import KINDS
 from kvprobe.cli.options import COUNT, common, engine_option, load_model
 
 if TYPE_CHECKING:
-    from kvprobe.caches.kv_cache import KVCache
+    from kvprobe.caches.layer import KVCache
     from kvprobe.decoder.model import Decoder
     from kvprobe.generation.generate import Generation
 
@@ -29,6 +30,12 @@ MOST_PROMPT = 1 << 24
     "--positions",
     type=click.Choice(["absolute", "cache"]),
     help="Positions of kept keys: as computed, or by slot in the cache.  [default: cache under RoPE, else absolute]",
+)
+@click.option(
+    "--cache",
+    "cache_kind",
+    type=click.Choice(KINDS),
+    help="The kind of cache.  [default: rolling with --window, else full]",
 )
 @engine_option
 @click.option("--no-cache", is_flag=True, help="The baseline: read everything again for every token.")
@@ -59,6 +66,10 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
     name, prompt = arguments if len(arguments) == 2 else ("gpt2", arguments[0])
     if options["window"] is None and (options["sinks"] is not None or options["positions"] is not None):
         raise click.UsageError("--sinks and --positions need --window: give it too")
+    if options["window"] is not None and options["cache_kind"] not in (None, "rolling"):
+        raise click.UsageError(f"--window needs --cache rolling, not {options['cache_kind']}")
+    if options["cache_kind"] is not None and options["no_cache"]:
+        raise click.UsageError("--cache names a cache and --no-cache removes it: give only one of them")
     if options["window"] is not None and options["no_cache"]:
         raise click.UsageError("--window needs a cache and --no-cache removes it: give only one of them")
     if options["engine"] == "numba" and options["no_cache"]:
@@ -155,6 +166,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
             n_sink=None if options["window"] is None else _sinks(options),
             positions=None if options["window"] is None else _positions(decoder, options),
             cache=not options["no_cache"],
+            cache_kind=None if options["no_cache"] else options["cache_kind"] or _default_kind(options),
             engine=options["engine"],
             step="torch" if engine is None else engine.name,
             reader=reader,
@@ -183,6 +195,10 @@ def _positions(decoder: "Decoder", options: dict[str, Any]) -> str:
     return options["positions"] or ("absolute" if decoder.config.rotary is None else "cache")
 
 
+def _default_kind(options: dict[str, Any]) -> str:
+    return "full" if options["window"] is None else "rolling"
+
+
 def _sinks(options: dict[str, Any]) -> int:
     return DEFAULT_SINKS if options["sinks"] is None else int(options["sinks"])
 
@@ -195,7 +211,7 @@ def _cache(decoder: "Decoder", ids: list[int], options: dict[str, Any]) -> "KVCa
     needed = tokens_fed([ids], options["max_new_tokens"])
     if options["window"] is None:
         decoder.check_length(needed)
-        return decoder.full_cache(needed)
+        return decoder.cache(options["cache_kind"] or "full", needed)
     positions: Any = _positions(decoder, options)
     # no more slots than tokens: a window of all of them cuts nothing
     window, n_sink = (min(options["window"], needed), min(_sinks(options), needed))

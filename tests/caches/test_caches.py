@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.masks import window_keep
-from kvprobe.caches.kv_cache import CacheShape, FullCache, RollingCache
+from kvprobe.bench.storages import storage_bytes, tensors_of
+from kvprobe.caches.full import FullCache
+from kvprobe.caches.rolling import RollingCache
 from kvprobe.decoder.model import from_hf
 from kvprobe.probes.window_attention import windowed
-from support.decoders import rope_decoder
+from kvprobe.shape.layers import Layer
+from support.decoders import held, rope_decoder
 from support.tiny import tiny_ids, tiny_model
 
 LENGTH = 48
@@ -144,24 +148,29 @@ def test_a_query_sees_a_sink_from_the_distance_between_their_slots():
 
 
 @pytest.mark.parametrize(
-    ("n_tokens", "held"),
+    ("n_tokens", "expected"),
     [(1, [0]), (5, [0, 1, 2, 3, 4]), (6, [0, 1, 5, 3, 4]), (9, [0, 1, 8, 6, 7]), (100, [0, 1, 98, 99, 97])],
 )
 @pytest.mark.parametrize("size", [1, 4, 100])
-def test_the_buffer_holds_the_sinks_and_the_last_of_the_others(n_tokens, held, size):
-    cache = RollingCache(CacheShape(n_layers=1, n_kv_heads=1, head_dim=1), window=3, n_sink=2)
+def test_the_buffer_holds_the_sinks_and_the_last_of_the_others(n_tokens, expected, size):
+    cache = RollingCache([Layer(kind="full", n_kv_heads=1, head_dim=1, v_head_dim=1)], window=3, n_sink=2)
+    (layer,) = cache.layers
     # every key is its own index
     for part in torch.arange(n_tokens, dtype=torch.float32).split(size):
         cache.begin(1, len(part))
-        cache.update(0, part[None, None, :, None], -part[None, None, :, None])
+        layer.append(call_of(part, -part))
         cache.end()
-    assert cache.keys[0][0, 0, : len(held), 0].tolist() == held
-    assert cache.values[0][0, 0, : len(held), 0].tolist() == [-index for index in held]
+    assert layer.keys[0, 0, : len(expected), 0].tolist() == expected
+    assert layer.values[0, 0, : len(expected), 0].tolist() == [-index for index in expected]
     cache.begin(1, 4)
     more = torch.arange(n_tokens, n_tokens + 4, dtype=torch.float32)
-    index = cache.index(0, 4).tolist()
-    keys, _ = cache.update(0, more[None, None, :, None], more[None, None, :, None])
-    assert keys[0, 0, :, 0].tolist() == index
+    index = layer.index(4).tolist()
+    assert layer.append(call_of(more, more)).key[0, 0, :, 0].tolist() == index
+
+
+def call_of(key, value):
+    key, value = (one[None, None, :, None] for one in (key, value))
+    return AttentionCall(layer=0, query=key, key=key, value=value, scale=1.0)
 
 
 def test_bytes_are_the_formula_and_no_other_storage_is_kept():
@@ -173,11 +182,10 @@ def test_bytes_are_the_formula_and_no_other_storage_is_kept():
     ):
         decoder(tiny_ids(20, batch=3), cache=cache)
         assert cache.nbytes == 2 * 2 * 2 * 8 * tokens * 3 * 4
-        held = [x for value in vars(cache).values() for x in tensors(value)]
-        assert unique_bytes(held) == cache.nbytes
+        assert storage_bytes(tensors_of(cache)).measured_bytes == cache.nbytes == cache.formula_bytes
     # `cache` positions keep the sinks' keys as they were made, besides as they are seen
     cache = decoder.rolling_cache(10, n_sink=4, positions="cache", batch=3)
-    assert cache.nbytes == 2 * 2 * 8 * (2 * 14 + 4) * 3 * 4
+    assert cache.nbytes == cache.formula_bytes == 2 * 2 * 8 * (2 * 14 + 4) * 3 * 4
 
 
 def test_bounded_local_layers_hold_no_more_than_their_window():
@@ -188,27 +196,14 @@ def test_bounded_local_layers_hold_no_more_than_their_window():
     assert decoder.rolling_cache(20, n_sink=4).nbytes == 2 * 2 * 12 * (12 + 24 + 12) * 4
 
 
-def tensors(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
-
-
-def unique_bytes(held):
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
-    return sum(storages.values())
-
-
 def test_overflow_is_refused_before_anything_is_written():
     decoder, ids = rope_decoder(), tiny_ids(12)
     cache = decoder.full_cache(10)
     decoder(ids[:, :8], cache=cache)
-    before = [x.clone() for x in (*cache.keys, *cache.values)]
+    before = [x.clone() for x in held(cache)]
     with pytest.raises(ValueError, match="holds 8 of 10 tokens: 3 more do not fit"):
         decoder(ids[:, 8:11], cache=cache)
-    assert all(torch.equal(x, y) for x, y in zip(before, (*cache.keys, *cache.values), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(before, held(cache), strict=True))
     equal(decoder(ids[:, 8:10], cache=cache), decoder(ids[:, :10])[:, 8:])
 
 
@@ -220,8 +215,8 @@ def test_nothing_reads_a_slot_that_was_not_written():
         lambda: decoder.rolling_cache(12, n_sink=3, positions="cache"),
     ):
         clean, poisoned = make(), make()
-        assert not any(x.any() for x in (*clean.keys, *clean.values))
-        for x in (*poisoned.keys, *poisoned.values):
+        assert not any(x.any() for x in held(clean))
+        for x in held(poisoned):
             x.fill_(torch.nan)
         for edges in ([10, 11, 20], chunks(30, 1)):
             expected = in_parts(decoder, ids, clean, edges)
@@ -296,13 +291,9 @@ def test_what_cannot_be_cached_is_refused():
     with pytest.raises(ValueError, match="capacity must be at least 1 token, got 0"):
         decoder.full_cache(0)
     with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
-        FullCache(decoder.config.cache_shape, capacity=4, batch=0)
+        FullCache(decoder.config.layers, capacity=4, batch=0)
     with pytest.raises(ValueError, match="a batch of 2, got 1"):
         decoder(tiny_ids(4), cache=decoder.full_cache(4, batch=2))
-    padded = decoder.rolling_cache(4, batch=2)
-    padded.pads = torch.tensor([1, 0])
-    with pytest.raises(ValueError, match="rows of equal length"):
-        decoder(tiny_ids(4, batch=2), cache=padded)
 
 
 @pytest.mark.smollm2
