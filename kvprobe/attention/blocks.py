@@ -6,7 +6,8 @@ have one; the function behind it finds the block that the calling module belongs
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from threading import RLock, current_thread
 from types import FrameType
@@ -19,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvprobe.attention.arguments import read_call
 from kvprobe.attention.call import AttentionCall, Turn
 from kvprobe.attention.layers import attention_modules, configs_of, decoder_of, entrances, family_of
-from kvprobe.errors import KvprobeError, NotIntercepted
+from kvprobe.errors import KvprobeError, NotIntercepted, UnsupportedModelError
 
 Attend = Callable[[AttentionCall], Tensor]
 
@@ -182,6 +183,47 @@ class Block:
             raise NotIntercepted(bypassed(self.family, f"layer {missed[0]} ({self.names[missed[0]]})"))
         if self.calls == calls:
             raise NotIntercepted(bypassed(self.family, "every layer"))
+
+
+@contextmanager
+def intercepting(model: nn.Module, attend: Attend, turn_of: Callable[[int], Turn]) -> Iterator[None]:
+    """What the seam does, with ``turn_of(layer)`` for the rotation of a call (:mod:`kvprobe.attention.seam`).
+
+    Raises as the seam's `attending` says.
+    """
+    if not hasattr(model, "_can_set_attn_implementation"):
+        raise UnsupportedModelError(f"{type(model).__name__} is neither a Hugging Face model nor a kvprobe Decoder")
+    if model.training:
+        raise ValueError("the model is in training mode, where dropout changes attention: call model.eval() first")
+    if not model._can_set_attn_implementation():  # type: ignore[operator]
+        raise NotIntercepted(bypassed(family_of(model), "attention"))
+
+    block = Block(model, attend, turn_of)
+    try:
+        block.open()
+        yield
+    finally:
+        block.close()
+
+
+def once(family: str, attend: Attend) -> Attend:
+    """``attend`` for one forward whose layers are told apart by their numbers.
+
+    The result raises NotIntercepted where a layer attends twice (looped models, differential attention), since the
+    second time would overwrite what the first gave.
+    """
+    seen: set[int] = set()
+
+    def first(call: AttentionCall) -> Tensor:
+        if call.layer in seen:
+            raise NotIntercepted(
+                f"family {family}: layer {call.layer} attends more than once in a forward, and kvprobe tells what it "
+                "sees by the number of the layer"
+            )
+        seen.add(call.layer)
+        return attend(call)
+
+    return first
 
 
 def bypassed(family: str, where: str) -> str:

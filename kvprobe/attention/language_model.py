@@ -241,7 +241,7 @@ def observe(model: Any, ids: Tensor, look: Callable[[AttentionCall], Any], **inp
     ``look`` may give an :class:`Attended` to save computing attention twice. ``inputs`` go to the model. Raises
     NotIntercepted where a layer attends twice or cannot be seen, and where none attends.
     """
-    from kvprobe.attention.seam import once
+    from kvprobe.attention.blocks import once
 
     subject, seen = language_model(model), dict[int, Any]()
 

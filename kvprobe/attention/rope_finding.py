@@ -6,11 +6,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from kvprobe.attention.call import AttentionCall
-from kvprobe.attention.language_model import observe
+from kvprobe.attention.blocks import intercepting, once
+from kvprobe.attention.call import AttentionCall, Turn
 from kvprobe.attention.layers import decoder_of, family_of
 from kvprobe.attention.rope import Rope
-from kvprobe.errors import UnsupportedModelError
+from kvprobe.errors import NotIntercepted, UnsupportedModelError
 
 # the same tokens at positions 0 to 5 and 37 to 42: relative positions are the same, so hidden states are too
 LENGTH, SHIFT = 6, 37
@@ -118,24 +118,38 @@ def _look(model: nn.Module, shift: int) -> dict[int, _Seen]:
     device = torch.device("cpu") if weight.is_meta else weight.device
     tokens = (torch.arange(LENGTH) % weight.shape[0]).expand(2, -1)
 
-    def look(call: AttentionCall) -> _Seen:
-        return _Seen(call.query.detach().clone(), call.key.detach().clone(), call.value.detach().clone())
+    seen: dict[int, _Seen] = {}
 
+    def watch(call: AttentionCall) -> Tensor:
+        seen[call.layer] = _Seen(call.query.detach().clone(), call.key.detach().clone(), call.value.detach().clone())
+        return call.attend()
+
+    inputs = {
+        "input_ids": tokens,
+        "position_ids": positions,
+        # ones: without a mask, two rows with other positions could be taken for packed sequences
+        "attention_mask": torch.ones_like(tokens),
+    }
     try:
-        return observe(
-            model,
-            tokens.to(device),
-            look,
-            position_ids=positions.to(device),
-            # ones: without a mask, two rows with other positions could be taken for packed sequences
-            attention_mask=torch.ones_like(tokens).to(device),
-        )
+        # beneath the seam, which asks this file how a call is turned
+        with torch.no_grad(), intercepting(model, once(family_of(model), watch), _unknown_turn):
+            model.base_model(**{name: ids.to(device) for name, ids in inputs.items()}, use_cache=False)  # type: ignore[operator]
     except (IndexError, RuntimeError, TypeError) as error:
         first = str(error).partition("\n")[0]
         raise UnsupportedModelError(
             f"family {family_of(model)} cannot be run at positions that do not begin at 0 ({first}), so how it turns "
             "its keys is not seen"
         ) from error
+    if not seen:
+        raise NotIntercepted(f"family {family_of(model)}: no layer attends, so there is nothing to look at")
+    return seen
+
+
+def _unknown_turn(layer: int) -> Turn:
+    def turn(x: Tensor, by: Tensor) -> Tensor:
+        raise AssertionError(f"the rotation of layer {layer} is being looked for")
+
+    return turn
 
 
 def _fit(pair: Tensor, frequencies: list[Tensor], shift: int) -> Rope | None:

@@ -14,15 +14,14 @@ same name; without the second, causality would silently be lost.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
-from kvprobe.attention.blocks import Attend, Block, bypassed
+from kvprobe.attention.blocks import Attend, intercepting
 from kvprobe.attention.call import AttentionCall, Turn
 from kvprobe.attention.layers import family_of
-from kvprobe.attention.rope import Rope
-from kvprobe.errors import NotIntercepted, UnsupportedModelError
+from kvprobe.attention.rope_finding import rope_of
 
-__all__ = ["Attend", "AttentionCall", "attending", "family_of", "once", "rope_of"]
+__all__ = ["Attend", "AttentionCall", "attending", "family_of", "rope_of"]
 
 
 @contextmanager
@@ -48,47 +47,9 @@ def attending(model: nn.Module, attend: Attend) -> Iterator[None]:
         with own(attend):
             yield
         return
-    if not hasattr(model, "_can_set_attn_implementation"):
-        raise UnsupportedModelError(f"{type(model).__name__} is neither a Hugging Face model nor a kvprobe Decoder")
-    if model.training:
-        raise ValueError("the model is in training mode, where dropout changes attention: call model.eval() first")
-    if not model._can_set_attn_implementation():  # type: ignore[operator]
-        raise NotIntercepted(bypassed(family_of(model), "attention"))
 
     def turn_of(layer: int) -> Turn:
         return lambda x, by: rope_of(model)[layer].turn(x, by)
 
-    block = Block(model, attend, turn_of)
-    try:
-        block.open()
+    with intercepting(model, attend, turn_of):
         yield
-    finally:
-        block.close()
-
-
-def once(family: str, attend: Attend) -> Attend:
-    """``attend`` for one forward whose layers are told apart by their numbers.
-
-    The result raises NotIntercepted where a layer attends twice (looped models, differential attention), since the
-    second time would overwrite what the first gave.
-    """
-    seen: set[int] = set()
-
-    def first(call: AttentionCall) -> Tensor:
-        if call.layer in seen:
-            raise NotIntercepted(
-                f"family {family}: layer {call.layer} attends more than once in a forward, and kvprobe tells what it "
-                "sees by the number of the layer"
-            )
-        seen.add(call.layer)
-        return attend(call)
-
-    return first
-
-
-def rope_of(model: nn.Module) -> dict[int, Rope]:
-    """The rotation of every layer that holds keys (:func:`kvprobe.attention.rope_finding.rope_of`)."""
-    # it looks through this seam itself
-    from kvprobe.attention import rope_finding
-
-    return rope_finding.rope_of(model)
