@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,28 @@ def test_the_table_names_every_room_and_no_other():
 def test_no_room_imports_from_one_below_it():
     found = [(name, module) for name, room, module, other in arrows() if ROOMS.index(other) > ROOMS.index(room)]
     assert set(found) == {pair for pair in BY_NAME if "results" in pair[0]}
+
+
+def test_no_import_runs_in_a_circle():
+    module_of = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES}
+    graph = {}
+    for path, name in module_of.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        # what only type checkers import never runs
+        guarded = [
+            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        ]
+        skipped = {inner for node in guarded for inner in ast.walk(node)}
+        graph[name] = {
+            target
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node not in skipped
+            for alias in node.names
+            for target in (f"{node.module}.{alias.name}", node.module)
+            if target in module_of.values()
+        }
+    # raises CycleError, naming the circle
+    assert len([*TopologicalSorter(graph).static_order()]) == len(FILES)
 
 
 def test_what_is_imported_by_name_is_listed():
