@@ -8,6 +8,7 @@ interrupts.guard()
 import errno
 import io
 import os
+import pkgutil
 import re
 import sys
 from contextlib import suppress
@@ -15,12 +16,13 @@ from importlib import import_module
 
 import click
 
+import kvprobe.cli.commands
 from kvprobe import __version__
 from kvprobe.cli.process import tune_process
 from kvprobe.errors import KvprobeError
 from kvprobe.results.visible import visible
 
-# modules of kvprobe.cli.commands, in the order in which --help lists them
+# in the order in which --help lists them; experiments that are not listed follow
 COMMANDS = (
     "sinks",
     "lowrank",
@@ -44,14 +46,21 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands in the order in which to get to know them, not alphabetical."""
-        return list(COMMANDS)
+        from kvprobe.experiments import registry
+
+        return list(dict.fromkeys([*COMMANDS, *registry.names()]))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, from ``kvprobe.cli.commands``."""
-        if cmd_name not in COMMANDS:
+        """The command of that name: a file of ``kvprobe.cli.commands``, or else made from the experiment."""
+        if cmd_name not in self.list_commands(ctx):
             return None
-        command: click.Command = import_module(f"kvprobe.cli.commands.{cmd_name}").command
-        return command
+        if cmd_name in {module.name for module in pkgutil.iter_modules(kvprobe.cli.commands.__path__)}:
+            command: click.Command = import_module(f"kvprobe.cli.commands.{cmd_name}").command
+            return command
+        from kvprobe.cli.experiment import command_of
+        from kvprobe.experiments import registry
+
+        return command_of(registry.experiment(cmd_name))
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

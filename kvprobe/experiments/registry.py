@@ -5,13 +5,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import kvprobe.experiments
+import kvprobe.plots
 from kvprobe.experiments.experiment import Experiment
 from kvprobe.results.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HELPERS = {"experiment", "registry", "streaming", "stream_checkpoint"}
+HELPERS = {"experiment", "registry", "streaming", "stream_checkpoint", "gqa"}
 
 
 def names() -> list[str]:
@@ -31,12 +32,13 @@ def experiment(name: str) -> type[Experiment]:
 
 def figure_of(result: Result, **how: Any) -> "Figure":
     """The picture that belongs to a result; ValueError for an analysis without one."""
-    # the one result that is not called by its experiment's name
-    name = {"relief_map": "relief"}.get(result.analysis, result.analysis)
-    # gqa is a module of functions still
-    if name in names() and name != "gqa":
-        return experiment(name).figure(result, **how)
-    if name not in ("roofline", "gqa"):
-        raise ValueError(f"the analysis {result.analysis!r} has no picture; available: {', '.join(names())}, roofline")
-    figure: Figure = import_module(f"kvprobe.plots.{name}").figure(result.rows, result.run, **how)
-    return figure
+    for kind in map(experiment, names()):
+        if result.analysis == (kind.analysis or kind.name):
+            return kind.figure(result, **how)
+    # an analysis may have a picture without being an experiment
+    if result.analysis in {module.name for module in pkgutil.iter_modules(kvprobe.plots.__path__)}:
+        draw = getattr(import_module(f"kvprobe.plots.{result.analysis}"), "figure", None)
+        if draw is not None:
+            figure: Figure = draw(result.rows, result.run, **how)
+            return figure
+    raise ValueError(f"the analysis {result.analysis!r} has no picture; available: {', '.join(names())}, roofline")

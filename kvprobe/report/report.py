@@ -3,16 +3,17 @@
 The model is loaded once. A section that its family does not allow says why, and the others follow.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import __version__
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments import window
+from kvprobe.experiments import registry, window
 from kvprobe.experiments.cache import Cache, KnownShape
-from kvprobe.experiments.experiment import Experiment
+from kvprobe.experiments.experiment import Experiment, settings_of
 from kvprobe.experiments.latency import ABOVE, ON_THE_PAGE, Latency
 from kvprobe.experiments.lowrank import Lowrank
 from kvprobe.experiments.relief import Relief
@@ -31,6 +32,7 @@ from kvprobe.text.passages import Bos, notices
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from kvprobe.models.loading import Loaded
     from kvprobe.models.subject import Subject
 
 DEFAULT_TOKENS = 1024
@@ -94,11 +96,12 @@ def measure(model: str, config: ReportConfig, *, progress: Progress = silent) ->
     given: dict[str, Any] = {name: getattr(config, name) for name in ("text", "bos", "dtype", "device")}
     subject = prepare(model, tokens=tokens, **given, progress=progress)
     sections = []
-    for done, (anchor, heading, section) in enumerate(SECTIONS):
-        progress("report", done, len(SECTIONS), "sections")
+    wanted = [*SECTIONS, *_others()]
+    for done, (anchor, heading, section) in enumerate(wanted):
+        progress("report", done, len(wanted), "sections")
         content = _or_why(section, subject, config, progress)
         sections.append(Section(anchor=anchor, heading=heading, **content))
-    progress("report", len(SECTIONS), len(SECTIONS), "sections")
+    progress("report", len(wanted), len(wanted), "sections")
     return sections
 
 
@@ -150,9 +153,7 @@ def _shape(subject: "Subject", config: ReportConfig, progress: Progress) -> dict
 
 
 def _bill(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
-    loaded = subject.loaded
-    about = {"model": loaded.name, "revision": loaded.revision, "source": loaded.source}
-    section = _section_of(Cache(dtype=loaded.dtype), KnownShape(loaded.spec, about), progress)
+    section = _section_of(Cache(dtype=subject.loaded.dtype), _shape_of(subject.loaded), progress)
     longest = max(section["record"]["contexts"])
     columns = [column for column in Cache.columns if column.field != "context"]
     columns[1] = replace(columns[1], heading=f"cache of {longest:,} tokens")
@@ -163,6 +164,10 @@ def _bill(subject: "Subject", config: ReportConfig, progress: Progress) -> dict[
         "columns": columns,
         "rows": [row for row in section["rows"] if row["context"] == longest],
     }
+
+
+def _shape_of(loaded: "Loaded") -> KnownShape:
+    return KnownShape(loaded.spec, {"model": loaded.name, "revision": loaded.revision, "source": loaded.source})
 
 
 def _section_of(
@@ -260,6 +265,22 @@ SECTIONS: Sequence[tuple[str, str, Measured]] = (
     ("rank", Lowrank.heading, _rank),
     ("speed", "Its speed on this machine", _speed),
 )
+ARRANGED = {heading for _, heading, _ in SECTIONS}
+
+
+def _others() -> Iterator[tuple[str, str, Measured]]:
+    """A section for every other experiment with a heading, with its default settings."""
+    for name in registry.names():
+        other = registry.experiment(name)
+        if other.heading and other.heading not in ARRANGED and other.needs != "corpus":
+            yield name, other.heading, partial(_other, other)
+
+
+def _other(kind: type[Experiment], subject: "Subject", config: ReportConfig, progress: Progress) -> dict[str, Any]:
+    asked = {"passage": subject, "model": subject.loaded, "config": _shape_of(subject.loaded)}[kind.needs]
+    common = {"seed": config.seed, "dtype": subject.loaded.dtype}
+    settings = {name: value for name, value in common.items() if name in settings_of(kind)}
+    return _section_of(kind(**settings), asked, progress)
 
 
 def _both(draw: Callable[[float], "Figure"], wide: float | None = None) -> tuple["Figure", "Figure"]:
