@@ -17,15 +17,14 @@ import click
 from analyses.common import script, show
 from kvprobe.cells.run_store import RunStore
 from kvprobe.cli.console import progress_bar
-from kvprobe.experiments import gqa
-from kvprobe.experiments.gqa import Protocol
+from kvprobe.experiments.gqa import KV_HEADS, Gqa
+from kvprobe.experiments.gqa_training import Protocol, TrainingSubject
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Result
 from kvprobe.text.corpus import characters
 from kvprobe.text.texts import read_text
 
-KV_HEADS = (8, 4, 2, 1)
-SEEDS = (0, 1, 2)
+SEEDS = 3
 
 
 def run(
@@ -33,7 +32,7 @@ def run(
     *,
     text: str = "time-machine",
     kv_heads: Sequence[int] = KV_HEADS,
-    seeds: Sequence[int] = SEEDS,
+    seeds: int = SEEDS,
     protocol: Protocol | None = None,
     collect: bool = False,
     progress: Progress = silent,
@@ -45,8 +44,8 @@ def run(
     protocol = Protocol() if protocol is None else protocol
     split = {"length": protocol.length, "n_train": protocol.n_train, "n_valid": protocol.n_valid}
     corpus = characters(read_text(text, progress=progress), **split)
-    settings = {"kv_heads": kv_heads, "seeds": seeds, "collect": collect}
-    return gqa.run(corpus, RunStore(Path(directory)), protocol, **settings, progress=progress)
+    subject = TrainingSubject(corpus, RunStore(Path(directory)), protocol=protocol, collect=collect)
+    return Gqa(kv_heads=tuple(kv_heads), seeds=seeds).run(subject, progress=progress)
 
 
 @click.command(help=__doc__)
@@ -58,8 +57,7 @@ def main(directory: str, text: str, collect: bool, save: bool) -> None:
     """Print the table and keep it."""
     with progress_bar(quiet=False) as progress:
         result = run(directory, text=text, collect=collect, progress=progress)
-    columns = ["n_kv_heads", "seed", "best_val_loss", "attention_params", "cache_bytes_per_token"]
-    show(result, save=save, columns=columns, summary=["", *gqa.sentences(result)])
+    show(result, save=save, columns=Gqa.table_columns(result), summary=Gqa.summary(result))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def show(result: Result, experiment: type[Experiment], options: dict[str, Any], 
         experiment.shown(result) if options["format_"] == "table" else result,
         format_=options["format_"],
         out=options["out"],
-        columns=columns or [column.field for column in experiment.columns],
+        columns=columns or experiment.table_columns(result),
         summary=experiment.summary(result),
     )
 
@@ -52,7 +52,7 @@ def ask(experiment: Experiment, model: str, options: dict[str, Any], **more: Any
     from kvprobe.cli.console import progress_bar
 
     with progress_bar(options["quiet"]) as progress:
-        if experiment.needs == "passage":
+        if experiment.needs in ("passage", "corpus"):
             return experiment.run(load_subject(model, options, progress, **more), progress=progress)
         return experiment.run(load_model(model, options, progress), progress=progress)
 
@@ -88,6 +88,8 @@ def _option(name: str, about: Setting, default: Any) -> Callable[[Any], Any]:
         return click.option(flag, name, is_flag=True, default=default, **given)
     if not about.shown and default not in (None, ()):
         given |= {"default": default, "show_default": True}
+    if about.alone is not None:
+        given |= {"is_flag": False, "flag_value": about.alone}
     return click.option(flag, name, type=_type(about), multiple=repeats or about.kind is tuple, **given)
 
 
@@ -97,5 +99,6 @@ def _type(about: Setting) -> Any:
     if about.kind is float:
         return Finite(about.least, about.most, min_open=about.above)
     if about.kind is int:
-        return COUNT if about.least is None else CountFrom(int(about.least))
+        least, most = (None if bound is None else int(bound) for bound in (about.least, about.most))
+        return COUNT if least is most is None else CountFrom(least, most, min_open=about.above)
     return about.kind

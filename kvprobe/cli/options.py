@@ -39,7 +39,7 @@ COUNT = Count()
 
 
 class CountFrom(_Countable, click.IntRange):
-    """An integer with a lower bound."""
+    """An integer in a range."""
 
 
 class Finite(click.FloatRange):

@@ -20,8 +20,8 @@ class Setting:
     """The help line of one field and the values that it takes.
 
     ``flag`` is the option's name if it differs from the field's; ``least`` and ``most`` are bounds unless None, and
-    ``above`` excludes ``least`` itself. ``shown`` stands in help for a default that is only known later. ``common``
-    marks an option of every command.
+    ``above`` excludes ``least`` itself. ``shown`` stands in help for a default that is only known later, and ``alone``
+    is the value of an option that no value follows. ``common`` marks an option of every command.
     """
 
     help: str
@@ -32,6 +32,7 @@ class Setting:
     most: float | None = None
     above: bool = False
     shown: str = ""
+    alone: Any = None
     common: bool = False
 
     def check(self, name: str, value: Any) -> None:
@@ -115,6 +116,11 @@ class Experiment:
     def summary(cls, result: Result) -> list[str]:
         """The lines under the table."""
         return ["", cls.sentence(result)]
+
+    @classmethod
+    def table_columns(cls, result: Result) -> list[str]:
+        """The fields of the rows that a table in the terminal shows, if a kind of result has others too."""
+        return [column.field for column in cls.columns]
 
     @classmethod
     def shown(cls, result: Result) -> Result:

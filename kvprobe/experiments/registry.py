@@ -12,7 +12,7 @@ from kvprobe.results.result import Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HELPERS = {"experiment", "registry", "streaming", "stream_checkpoint", "gqa"}
+HELPERS = {"experiment", "registry", "streaming", "stream_checkpoint", "gqa_training"}
 
 
 def names() -> list[str]:

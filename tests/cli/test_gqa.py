@@ -6,8 +6,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from kvprobe.experiments import gqa
-from kvprobe.experiments.gqa import Protocol
+from kvprobe.experiments import gqa_training
+from kvprobe.experiments.gqa_training import Protocol
 from kvprobe.models import loading
 from kvprobe.plots import gqa as plot
 from kvprobe.probes.losses import token_losses
@@ -30,7 +30,7 @@ TINY = Protocol(
 
 @pytest.fixture
 def run(main, monkeypatch, tmp_path):
-    monkeypatch.setattr(gqa, "QUICK", TINY)
+    monkeypatch.setattr(gqa_training, "QUICK", TINY)
     place = tmp_path / "home"
 
     def once(*arguments, pooled=False):
@@ -268,3 +268,12 @@ def test_the_picture_of_a_training_says_over_how_many_seeds_and_of_what(seeds, k
     assert labels[0] == name
     assert ("one seed" in labels) is (max(seeds) > 1)
     assert ax.get_ylabel() == loss
+
+
+def test_head_counts_that_do_not_divide_are_refused_before_a_text_is_read(run, monkeypatch):
+    from kvprobe.text import texts
+
+    monkeypatch.setattr(texts, "read_text", None)
+    done = run("--kv-heads", 3)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "kvprobe: 8 query heads cannot share 3 key/value heads evenly\n"
