@@ -1,7 +1,7 @@
 """How does an experiment become a command? Fields are options, the docstring is the help, columns are the table."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -17,34 +17,60 @@ from kvprobe.cli.options import (
     passage_options,
     with_options,
 )
-from kvprobe.experiments.experiment import Experiment, Setting, settings_of
+from kvprobe.errors import KvprobeError
+from kvprobe.experiments.experiment import Experiment, Setting, SettingError, settings_of
 from kvprobe.results.result import Result
 
 
-def options_of(experiment: type[Experiment]) -> Callable[[Command], Command]:
+def command_of(
+    kind: type[Experiment], *own: Callable[[Any], Any], body: Callable[[str, dict[str, Any]], None] | None = None
+) -> click.Command:
+    """The command of an experiment: an option for each setting, the ``own`` ones, and those of what it needs.
+
+    ``body(model, options)`` does what the experiment's `run` alone does not.
+    """
+
+    def command(model: str, **options: Any) -> None:
+        try:
+            if body is not None:
+                body(model, options)
+            else:
+                result = ask(asked(kind, options), model, options)
+                show(result, kind, options)
+                draw(result, kind, options)
+        except SettingError as error:
+            raise _named(error, kind) from error
+
+    command.__doc__ = inspect.getdoc(kind)
+    parts = [options_of(kind), *own]
+    if kind.needs == "model":
+        parts.append(click.option("--random-weights", is_flag=True, help="Use MODEL's shape with random weights."))
+    if kind.needs in ("passage", "corpus"):
+        parts.append(passage_options)
+    argument = {"required": False} if kind.needs == "corpus" else {"default": "gpt2"}
+    made: Any = with_options(click.argument("model", **argument), *parts, common)(command)
+    found = click.command(kind.name, short_help=kind.short)(made)
+    if kind.needs == "config":
+        # arithmetic: nothing runs on a device and nothing is random
+        found.params = [option for option in found.params if option.name not in ("device", "seed")]
+    for option in found.params:
+        about = settings_of(kind).get(option.name or "")
+        if isinstance(option, click.Option) and about is not None and about.common:
+            option.help = about.help
+    return found
+
+
+def options_of(kind: type[Experiment]) -> Callable[[Command], Command]:
     """The options of an experiment's own settings, in the order of its fields."""
-    own = {name: about for name, about in settings_of(experiment).items() if not about.common}
-    fields = experiment.__dataclass_fields__  # type: ignore[attr-defined]
+    own = {name: about for name, about in settings_of(kind).items() if not about.common}
+    fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
     return with_options(*(_option(name, about, fields[name].default) for name, about in own.items()))
 
 
-def settings_from(experiment: type[Experiment], options: dict[str, Any]) -> dict[str, Any]:
-    """The settings that were given; the others keep the experiment's default."""
-    given = {name: options[name] for name in settings_of(experiment)}
-    return {name: value for name, value in given.items() if value is not None and value != ()}
-
-
-def show(result: Result, experiment: type[Experiment], options: dict[str, Any], *, columns: Sequence[str] = ()) -> None:
-    """Print or write a result, as the ``common`` options say; a table shows bytes in the unit that reads best."""
-    from kvprobe.cli.console import emit
-
-    emit(
-        experiment.shown(result) if options["format_"] == "table" else result,
-        format_=options["format_"],
-        out=options["out"],
-        columns=columns or experiment.table_columns(result),
-        summary=experiment.summary(result),
-    )
+def asked(kind: type[Experiment], options: dict[str, Any]) -> Any:
+    """The experiment with the settings that were given; the others keep its defaults. Raises SettingError."""
+    given = {name: options[name] for name in settings_of(kind)}
+    return kind(**{name: value for name, value in given.items() if value is not None and value != ()})
 
 
 def ask(experiment: Experiment, model: str, options: dict[str, Any], **more: Any) -> Result:
@@ -52,45 +78,65 @@ def ask(experiment: Experiment, model: str, options: dict[str, Any], **more: Any
     from kvprobe.cli.console import progress_bar
 
     with progress_bar(options["quiet"]) as progress:
-        if experiment.needs in ("passage", "corpus"):
-            return experiment.run(load_subject(model, options, progress, **more), progress=progress)
-        return experiment.run(load_model(model, options, progress), progress=progress)
+        subject: Any
+        if experiment.needs == "config":
+            from kvprobe.experiments.cache import find_shape
+
+            subject = find_shape(model, progress=progress)
+        elif experiment.needs == "model":
+            subject = load_model(model, options, progress)
+        else:
+            subject = load_subject(model, options, progress, **more)
+        return experiment.run(subject, progress=progress)
 
 
-def draw(result: Result, experiment: type[Experiment], options: dict[str, Any]) -> None:
+def show(result: Result, kind: type[Experiment], options: dict[str, Any]) -> None:
+    """Print or write a result, as the ``common`` options say, after its notices."""
+    from kvprobe.cli.console import emit, notice
+    from kvprobe.results import phrases
+
+    in_table = options["format_"] == "table"
+    # the lines under a table say already what was timed on a busy machine
+    for line in [*kind.notices(result), *([] if in_table else phrases.lines(result.run))]:
+        notice(line, quiet=options["quiet"])
+    emit(
+        kind.shown(result) if in_table else result,
+        format_=options["format_"],
+        out=options["out"],
+        columns=kind.table_columns(result),
+        summary=kind.summary(result),
+    )
+
+
+def draw(result: Result, kind: type[Experiment], options: dict[str, Any]) -> None:
     """Draw the picture if ``--plot`` asks for one."""
     if options["plot"]:
         from kvprobe.cli.console import save_plot
 
-        save_plot(experiment.figure(result), options["plot"])
+        save_plot(kind.figure(result), options["plot"])
 
 
-def command_of(experiment: type[Experiment]) -> click.Command:
-    """The command of an experiment that needs no code of its own."""
+def _named(error: SettingError, kind: type[Experiment]) -> Exception:
+    """The same in terms of options: a usage error if some contradict each other, else exit code 1."""
+    said = error.said({name: _flag(name, about) for name, about in settings_of(kind).items()})
+    if len(error.names) > 1:
+        return click.UsageError(said, click.get_current_context())
+    return KvprobeError(said)
 
-    def command(model: str, **options: Any) -> None:
-        result = ask(experiment(**settings_from(experiment, options)), model, options)
-        show(result, experiment, options)
-        draw(result, experiment, options)
 
-    command.__doc__ = inspect.getdoc(experiment)
-    made: Any = options_of(experiment)(common(command))
-    if experiment.needs == "passage":
-        made = passage_options(made)
-    made = click.argument("model", default="gpt2")(made)
-    return click.command(experiment.name, short_help=experiment.short)(made)
+def _flag(name: str, about: Setting) -> str:
+    return about.flag or f"--{name.replace('_', '-')}"
 
 
 def _option(name: str, about: Setting, default: Any) -> Callable[[Any], Any]:
-    flag, repeats = about.flag or f"--{name.replace('_', '-')}", isinstance(default, tuple)
     given: dict[str, Any] = {"help": about.help + (f"  [default: {about.shown}]" if about.shown else "")}
     if about.kind is bool:
-        return click.option(flag, name, is_flag=True, default=default, **given)
+        return click.option(_flag(name, about), name, is_flag=True, default=default, **given)
     if not about.shown and default not in (None, ()):
         given |= {"default": default, "show_default": True}
     if about.alone is not None:
         given |= {"is_flag": False, "flag_value": about.alone}
-    return click.option(flag, name, type=_type(about), multiple=repeats or about.kind is tuple, **given)
+    return click.option(_flag(name, about), name, type=_type(about), multiple=about.repeats, **given)
 
 
 def _type(about: Setting) -> Any:

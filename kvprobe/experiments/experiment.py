@@ -1,9 +1,11 @@
 """What is an experiment? A frozen dataclass whose fields are its settings, in Python, commands and sweeps."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
+from numbers import Integral, Real
+from string import Formatter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvprobe.progress import Progress, silent
@@ -14,14 +16,44 @@ from kvprobe.results.result import Result, Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
+
+
+class SettingError(ValueError):
+    """A setting that cannot be: ``text`` names settings in braces, which a command replaces by its options.
+
+    >>> error = SettingError("{fit_text} needs {basis} heldout, not {basis} {0}", "oracle")
+    >>> print(error)
+    fit_text needs basis heldout, not basis oracle
+    >>> error.said({"fit_text": "--fit-text", "basis": "--basis"})
+    '--fit-text needs --basis heldout, not --basis oracle'
+    """
+
+    def __init__(self, text: str, *values: Any) -> None:
+        super().__init__(text, *values)
+        self.text, self.values = text, values
+
+    @property
+    def names(self) -> set[str]:
+        """The settings that it names."""
+        return {name for _, name, _, _ in Formatter().parse(self.text) if name and not name.isdecimal()}
+
+    def said(self, flags: Mapping[str, str]) -> str:
+        """The text with each setting as ``flags`` has it."""
+        return Formatter().vformat(self.text, self.values, {name: flags.get(name, name) for name in self.names})
+
+    def __str__(self) -> str:
+        return self.said({})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """The help line of one field and the values that it takes.
 
     ``flag`` is the option's name if it differs from the field's; ``least`` and ``most`` are bounds unless None, and
-    ``above`` excludes ``least`` itself. ``shown`` stands in help for a default that is only known later, and ``alone``
-    is the value of an option that no value follows. ``common`` marks an option of every command.
+    ``above`` excludes ``least`` itself. A setting that ``repeats`` is a tuple; ``loose`` also takes objects, which only
+    Python can give. ``shown`` stands in help for a default that is only known later, and ``alone`` is the value of an
+    option that no value follows. ``common`` marks an option of every command.
     """
 
     help: str
@@ -33,24 +65,37 @@ class Setting:
     above: bool = False
     shown: str = ""
     alone: Any = None
+    repeats: bool = False
+    loose: bool = False
     common: bool = False
 
-    def check(self, name: str, value: Any) -> None:
-        """Raise ValueError for a value outside the choices or the bounds; nan is outside any."""
+    def checked(self, name: str, value: Any) -> Any:
+        """The value, numpy's numbers as Python's.
+
+        Raises SettingError for another type, and outside the choices or the bounds; nan is outside any.
+        """
+        wanted = {int: Integral, float: Real}.get(self.kind, self.kind)
+        # to Python a truth value is a number
+        if not self.loose and (not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool)):
+            raise SettingError(f"{{{name}}} must be {WORDS[self.kind]}, got {{0!r}}", value)
+        if self.kind in (int, float) and not isinstance(value, int | float):
+            value = self.kind(value)
         if self.choices and value not in self.choices:
-            raise ValueError(f"{name} must be one of {', '.join(self.choices)}, got {value!r}")
+            raise SettingError(f"{{{name}}} must be one of {', '.join(self.choices)}, got {{0!r}}", value)
         low = self.least is None or (value > self.least if self.above else value >= self.least)
         high = self.most is None or value <= self.most
         if not (low and high):
             bounds = f"{'above' if self.above else 'at least'} {self.least}"
-            bounds = f"between {self.least} and {self.most}" if self.most is not None else bounds
-            raise ValueError(f"{name} must be a number {bounds}, got {value}")
+            if self.most is not None:
+                bounds = f"{bounds} and at most {self.most}" if self.above else f"between {self.least} and {self.most}"
+            raise SettingError(f"{{{name}}} must be a number {bounds}, got {{0}}", value)
+        return value
 
 
 def setting(default: Any, help: str, *, kind: type | None = None, **about: Any) -> Any:  # noqa: A002
     """A field of an experiment. ``kind`` is the default's type unless given; a tuple is an option that repeats."""
-    kind = kind or type(default)
-    return field(default=default, metadata={"setting": Setting(help=help, kind=kind, **about)})
+    about |= {"kind": kind or type(default), "repeats": isinstance(default, tuple)}
+    return field(default=default, metadata={"setting": Setting(help=help, **about)})
 
 
 def seed() -> Any:
@@ -80,12 +125,14 @@ class Experiment:
     def __post_init__(self) -> None:
         for name, about in settings_of(type(self)).items():
             value = getattr(self, name)
-            if isinstance(value, list | range):
-                value = tuple(value)
-                object.__setattr__(self, name, value)
-            for part in value if isinstance(value, tuple) else (value,):
-                if part is not None:
-                    about.check(name, part)
+            if about.repeats:
+                if isinstance(value, str) or not isinstance(value, Iterable):
+                    raise SettingError(f"{{{name}}} must be a list, even of one, got {{0!r}}", value)
+                value = tuple(about.checked(name, part) for part in value)
+            # as a class has it: the default
+            elif value is not None or getattr(type(self), name) is not None:
+                value = about.checked(name, value)
+            object.__setattr__(self, name, value)
 
     def measure(self, subject: Any, progress: Progress) -> tuple[list[Row], dict[str, Any]]:
         """The rows, and for the record what the settings do not say. Raises as the experiment says."""
@@ -116,6 +163,11 @@ class Experiment:
     def summary(cls, result: Result) -> list[str]:
         """The lines under the table."""
         return ["", cls.sentence(result)]
+
+    @classmethod
+    def notices(cls, result: Result) -> list[str]:
+        """What its command says on standard error."""
+        return []
 
     @classmethod
     def table_columns(cls, result: Result) -> list[str]:

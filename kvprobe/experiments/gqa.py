@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from kvprobe.experiments.experiment import Experiment, seed, setting
+from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress
 from kvprobe.results.html import Column, amount, thousandths
 from kvprobe.results.phrases import passage_of, training_of
@@ -97,7 +97,12 @@ class Gqa(Experiment):
     score_from: int | None = setting(
         None, "With --pool: the token after this one is the first target.", kind=int, shown="half"
     )
-    dtype: str = setting("float32", "Weights and activations.", choices=("float32", "bfloat16", "float16"), common=True)
+    dtype: str = setting(
+        "float32",
+        "Weights and activations. Published numbers are float32.",
+        choices=("float32", "bfloat16", "float16"),
+        common=True,
+    )
     seed: int = seed()
 
     def __post_init__(self) -> None:
@@ -105,12 +110,14 @@ class Gqa(Experiment):
         if self.pool:
             return
         if self.dtype == "float16":
-            raise ValueError("dtype float16 cannot be trained without scaling the loss: use bfloat16 or float32")
+            raise SettingError("{dtype} float16 needs {pool}: to train, use bfloat16 or float32")
         for n in self.kv_heads:
             if n < 1 or N_HEADS % n:
-                raise ValueError(f"{N_HEADS} query heads cannot share {n} key/value heads evenly")
+                raise SettingError(
+                    "{kv_heads}: {0} query heads cannot share {1} key/value heads evenly: use 8, 4, 2, 1", N_HEADS, n
+                )
             if self.kv_heads.count(n) > 1:
-                raise ValueError(f"{n} KV heads are given twice")
+                raise SettingError("{kv_heads}: {0} KV heads are given twice", n)
 
     @property
     def protocol(self) -> "Protocol":

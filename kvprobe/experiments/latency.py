@@ -164,6 +164,11 @@ class Latency(Experiment):
         return phrases.said(_sentence(result), result.run)
 
     @classmethod
+    def notices(cls, result: Result) -> list[str]:
+        """The engine's notes."""
+        return list(result.run["notes"])
+
+    @classmethod
     def shown(cls, result: Result) -> Result:
         """With megabytes and GFLOPs in place of bytes and FLOPs."""
         extra = [{"MB_moved": row["bytes_moved"] / 1e6, "GFLOP": row["flops"] / 1e9} for row in result.rows]

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kvprobe.experiments.experiment import Experiment, seed, setting
+from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress, silent
 from kvprobe.results.html import Column, amount, hundredths, percent, tenths, thousandths
 from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of, signed
@@ -62,6 +62,7 @@ class Lowrank(Experiment):
         Column("notional_ratio", "if the basis were free", hundredths),
         Column("break_even_tokens", "smaller from (tokens)"),
     )
+    spectrum_columns = ("numerical_rank", "effective_rank", "rank_90", "rank_99", "rank_99_9")
 
     ranks: tuple[int, ...] = setting(
         (),
@@ -88,6 +89,7 @@ class Lowrank(Experiment):
         None,
         "Another text to fit the heldout basis to: a file or a name, as for --text.",
         kind=str,
+        loose=True,
         shown="later tokens of the same text",
     )
     center: bool = setting(False, "Subtract the mean of the fitted tokens first (it is stored as well).")
@@ -104,7 +106,7 @@ class Lowrank(Experiment):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fit_text is not None and self.basis != "heldout":
-            raise ValueError(f"a text to fit on needs the basis heldout, got basis {self.basis}")
+            raise SettingError("{fit_text} needs {basis} heldout, not {basis} {0}", self.basis)
 
     def measure(self, subject: "Subject", progress: Progress) -> tuple[list[Row], dict[str, Any]]:
         """The full pass, then a row a rank: loss, interval, energy and bytes (`kvprobe.probes.truncation.sweep`).
@@ -189,6 +191,21 @@ class Lowrank(Experiment):
     def sentence(cls, result: Result) -> str:
         """What the rows support, in one plain sentence; of a `spectrum` too."""
         return _sentence(result)
+
+    @classmethod
+    def table_columns(cls, result: Result) -> list[str]:
+        """The fields that a table shows, of a `spectrum` too."""
+        run, fields = result.run, super().table_columns(result)
+        if run.get("spectrum"):
+            return ["stage", "layer", *(("rank", "energy") if run["ranks"] else ("width",)), *cls.spectrum_columns]
+        return [fields[0], "allocate", *fields[1:]] if run["allocate"] == "energy" else fields
+
+    @classmethod
+    def shown(cls, result: Result) -> Result:
+        """Of a `spectrum` without ``ranks`` each layer once: its doubling ranks are for curves."""
+        if not result.run.get("spectrum") or result.run["ranks"]:
+            return result
+        return Result(result.analysis, [row for row in result.rows if row["rank"] == 1], result.run)
 
     @classmethod
     def summary(cls, result: Result) -> list[str]:

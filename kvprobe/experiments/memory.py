@@ -100,6 +100,14 @@ class Memory(Experiment):
         return _sentence(result)
 
     @classmethod
+    def notices(cls, result: Result) -> list[str]:
+        """Which caches the family leaves out."""
+        if any(row["cache"] == "full" for row in result.rows):
+            return []
+        what = f"the {result.run['family']} family does not keep one K and one V for each KV head"
+        return [f"kvprobe's own caches are left out: {what}"]
+
+    @classmethod
     def summary(cls, result: Result) -> list[str]:
         """The lines under the table."""
         return _summary(result)

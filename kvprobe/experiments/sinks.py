@@ -48,6 +48,7 @@ class Sinks(Experiment):
         Column("top_mass", "its mass", thousandths),
         Column("window", "own window"),
     )
+    head_columns = ("layer", "head", "mass", "is_sink")
 
     queries_from: int = setting(64, "First query counted: earlier ones see little else.")
     epsilon: float = setting(0.3, "A head is a sink head if it puts more than this on token 0.", least=0, most=1)
@@ -89,6 +90,11 @@ class Sinks(Experiment):
             f"{passage_of(run)}, queries from {run['queries_from']:,}: {run['mass']:.3f} of all attention is on token "
             f"0; {run['sink_rate']:.1%} of heads give it more than {run['epsilon']:g}"
         )
+
+    @classmethod
+    def table_columns(cls, result: Result) -> list[str]:
+        """The fields that a table shows, of `by_head` too."""
+        return [*cls.head_columns] if "head" in result.rows[0] else super().table_columns(result)
 
     @classmethod
     def figure(cls, result: Result, **how: Any) -> "Figure":

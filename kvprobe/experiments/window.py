@@ -63,6 +63,10 @@ class Window(Experiment):
         Column("delta_high", "to", signed),
         Column("cache_tokens", "tokens in the cache"),
     )
+    stream_columns = (
+        "window", "n_sink", "positions", "at_token", "tokens_scored", "loss", "perplexity", "stretch_loss",
+        "cache_tokens",
+    )  # fmt: skip
 
     windows: tuple[int, ...] = setting(
         (256,), "Tokens seen, the query itself counted. Repeat for a grid.", kind=int, flag="--window"
@@ -131,6 +135,11 @@ class Window(Experiment):
         said = f"{passage_of(result.run)}: with the last {smallest:,} tokens ({result.run['positions']} positions) and "
         said += f"{_sinks(few['n_sink'])} the loss {change_of(few)}"
         return said if few is many else f"{said}; with {_sinks(many['n_sink'])} it {change_of(many)}"
+
+    @classmethod
+    def table_columns(cls, result: Result) -> list[str]:
+        """The fields that a table shows, of a `stream` too."""
+        return [*cls.stream_columns] if result.run.get("stream") else super().table_columns(result)
 
     @classmethod
     def summary(cls, result: Result) -> list[str]:

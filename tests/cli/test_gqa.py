@@ -276,4 +276,5 @@ def test_head_counts_that_do_not_divide_are_refused_before_a_text_is_read(run, m
     monkeypatch.setattr(texts, "read_text", None)
     done = run("--kv-heads", 3)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "kvprobe: 8 query heads cannot share 3 key/value heads evenly\n"
+    said = "--kv-heads: 8 query heads cannot share 3 key/value heads evenly: use 8, 4, 2, 1"
+    assert done.stderr == f"kvprobe: {said}\n"

@@ -42,7 +42,7 @@ def shape(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["kvprobe.progress", "kvprobe.cli.main", "click", "kvprobe.cli.commands.cache", "kvprobe.shape.spec"]
+    "module", ["kvprobe.progress", "kvprobe.cli.main", "click", "kvprobe.experiments.cache", "kvprobe.shape.spec"]
 )
 @pytest.mark.parametrize(("number", "said"), [(2, "interrupted"), (15, "terminated")])
 def test_a_signal_at_any_import_ends_the_program_in_one_line(shape, module, number, said):
@@ -57,7 +57,7 @@ def test_so_does_ctrl_c_before_there_is_a_handler(shape):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvprobe: interrupted\n")
 
 
-@pytest.mark.parametrize("module", ["click", "kvprobe.cli.process", "kvprobe.cli.commands.cache"])
+@pytest.mark.parametrize("module", ["click", "kvprobe.cli.process", "kvprobe.experiments.cache"])
 def test_so_does_one_while_the_command_line_is_imported_by_another_program(shape, module):
     arguments = ["cache", str(shape)]
     done = ran(AT_IMPORT.format(module=module, number=2) + CALLED.format(arguments=arguments))

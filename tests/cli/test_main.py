@@ -21,7 +21,7 @@ def run(main):
     return main
 
 
-@pytest.mark.parametrize("name", [None, *main.COMMANDS])
+@pytest.mark.parametrize("name", [None, *main.cli.list_commands(None)])
 def test_help_imports_neither_torch_nor_transformers(name):
     arguments = ["--help"] if name is None else [name, "--help"]
     code = (
@@ -34,7 +34,7 @@ def test_help_imports_neither_torch_nor_transformers(name):
     assert (name or "sinks") in done.stdout
 
 
-@pytest.mark.parametrize("name", main.COMMANDS)
+@pytest.mark.parametrize("name", main.cli.list_commands(None))
 def test_every_command_explains_itself_with_an_example(name):
     done = CliRunner().invoke(main.cli, [name, "--help"])
     assert done.exit_code == 0
@@ -65,7 +65,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(run, arguments, says)
 
 
 def numbers():
-    for name in main.COMMANDS:
+    for name in main.cli.list_commands(None):
         for option in main.cli.get_command(None, name).params:
             if isinstance(option.type, click.types.FloatParamType | click.types.IntParamType):
                 yield pytest.param(name, option, id=f"{name} {option.opts[0]}")

@@ -99,7 +99,7 @@ def test_a_lowrank_record_remakes_its_table(subject):
     again = Lowrank(**{name: run[name] for name in names}, center=run["centered"]).run(subject)
     assert again.rows == result.rows
     assert "a basis of later tokens of the same text" in Lowrank.sentence(result)
-    with pytest.raises(ValueError, match="basis heldout, got basis oracle"):
+    with pytest.raises(ValueError, match="fit_text needs basis heldout, not basis oracle"):
         Lowrank(fit_text=subject.text).run(subject)
 
 

@@ -1,12 +1,10 @@
 """``kvprobe gqa``: what do shared keys and values cost: trained from the start, uptrained or just pooled?"""
 
-import inspect
 from typing import Any
 
 import click
 
-from kvprobe.cli.experiment import ask, draw, options_of, settings_from, show
-from kvprobe.cli.options import common, passage_options
+from kvprobe.cli.experiment import ask, asked, command_of, draw, show
 from kvprobe.experiments.gqa import Gqa
 from kvprobe.results.result import Result
 
@@ -17,26 +15,15 @@ OF_TRAINING = (
 OF_POOLING = ("text", "tokens", "bos", "score_from")
 
 
-@click.command("gqa", short_help=Gqa.short, help=inspect.getdoc(Gqa))
-@click.argument("model", required=False)
-@options_of(Gqa)
-@click.option(
-    "--corpus",
-    default="time-machine",
-    show_default=True,
-    help="Text to train on: a UTF-8 file or a name, as for --text.",
-)
-@passage_options
-@common
-def command(model: str | None, **options: Any) -> None:  # noqa: D103
+def _body(model: str | None, options: dict[str, Any]) -> None:
     _refuse_strays(model, pool=options["pool"])
-    asked = Gqa(**settings_from(Gqa, options))
-    result = ask(asked, model or "gpt2", options) if asked.pool else _train(asked, options)
+    gqa = asked(Gqa, options)
+    result = ask(gqa, model or "gpt2", options) if gqa.pool else _train(gqa, options)
     show(result, Gqa, options)
     draw(result, Gqa, options)
 
 
-def _train(asked: Gqa, options: dict[str, Any]) -> Result:
+def _train(gqa: Gqa, options: dict[str, Any]) -> Result:
     from kvprobe.cells.run_store import RunStore
     from kvprobe.cli.console import notice, progress_bar
     from kvprobe.experiments.gqa_training import TrainingSubject, words_of
@@ -45,16 +32,16 @@ def _train(asked: Gqa, options: dict[str, Any]) -> Result:
     from kvprobe.text.corpus import characters, enough
     from kvprobe.text.texts import read_text
 
-    quiet, protocol = options["quiet"], asked.protocol
+    quiet, protocol = options["quiet"], gqa.protocol
     split = {"length": protocol.length, "n_train": protocol.n_train, "n_valid": protocol.n_valid}
     n_bytes = enough(protocol.n_train + protocol.n_valid, protocol.length)
     device = str(device_for(options["device"]))
     try:
         with progress_bar(quiet) as progress:
             corpus = characters(read_text(options["corpus"], n_bytes=n_bytes, progress=progress), **split)
-            if asked.quick:
+            if gqa.quick:
                 notice(f"--quick is {words_of(protocol, corpus)}", quiet=quiet)
-            return asked.run(TrainingSubject(corpus, RunStore(home() / "gqa"), device), progress=progress)
+            return gqa.run(TrainingSubject(corpus, RunStore(home() / "gqa"), device), progress=progress)
     except KeyboardInterrupt:
         notice("kept: the same command continues with the models that are not finished", quiet=quiet)
         raise
@@ -69,5 +56,15 @@ def _refuse_strays(model: str | None, *, pool: bool) -> None:
     if stray := [name for name in given if name in (OF_TRAINING if pool else OF_POOLING)]:
         where = "trains small models: leave out --pool" if pool else "reads a pretrained model: give --pool too"
         raise click.UsageError(f"--{stray[0].replace('_', '-')} {where}")
-    if not pool and context.params["dtype"] == "float16":
-        raise click.UsageError("--dtype float16 cannot be trained without scaling the loss: use bfloat16 or float32")
+
+
+command = command_of(
+    Gqa,
+    click.option(
+        "--corpus",
+        default="time-machine",
+        show_default=True,
+        help="Text to train on: a UTF-8 file or a name, as for --text.",
+    ),
+    body=_body,
+)

@@ -1,50 +1,28 @@
 """``kvprobe window``: what does it cost to see only the last tokens and a few sinks?"""
 
-import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli.experiment import ask, draw, options_of, settings_from, show
-from kvprobe.cli.options import COUNT, checked_parent, common, load_subject, passage_options
+from kvprobe.cli.experiment import ask, asked, command_of, draw, show
+from kvprobe.cli.options import COUNT, checked_parent, load_subject
 from kvprobe.experiments.window import Window, stream
 
 if TYPE_CHECKING:
     from kvprobe.experiments.stream_checkpoint import StreamProgress
     from kvprobe.experiments.streaming import StreamConfig
 
-STREAM_COLUMNS = (
-    "window", "n_sink", "positions", "at_token", "tokens_scored", "loss", "perplexity", "stretch_loss", "cache_tokens",
-)  # fmt: skip
 
-
-@click.command("window", short_help=Window.short, help=inspect.getdoc(Window))
-@click.argument("model", default="gpt2")
-@options_of(Window)
-@click.option(
-    "--stream", is_flag=True, help="Read the whole text, however long, through a rolling cache in constant memory."
-)
-@click.option("--every", type=COUNT, help="With --stream: a result every N tokens.  [default: only at the end]")
-@click.option(
-    "--state",
-    type=click.Path(dir_okay=False),
-    callback=checked_parent,
-    help="With --stream: the file from which a killed run continues.  [default: one in kvprobe's directory]",
-)
-@click.option("--no-resume", is_flag=True, help="With --stream: start afresh and ignore what an earlier run kept.")
-@passage_options
-@common
-def command(model: str, **options: Any) -> None:  # noqa: D103
+def _body(model: str, options: dict[str, Any]) -> None:
     if options["stream"]:
         _stream(model, options)
         return
     if stray := [name for name in ("every", "state", "no_resume") if options[name]]:
         raise click.UsageError(f"--{stray[0].replace('_', '-')} needs --stream: give it too")
-
+    window = asked(Window, options)
     # by slot, no position beyond the model's is ever used
-    asked = Window(**settings_from(Window, options))
-    result = ask(asked, model, options, unlimited=asked.positions == "cache")
+    result = ask(window, model, options, unlimited=window.positions == "cache")
     show(result, Window, options)
     draw(result, Window, options)
 
@@ -97,7 +75,7 @@ def _stream(model: str, options: dict[str, Any]) -> None:
             if after := _where(state.read(), config, n_tokens):
                 notice(f"kept: the same command resumes {after}", quiet=quiet)
             raise
-        show(result, Window, options, columns=STREAM_COLUMNS)
+        show(result, Window, options)
         # only now: if the result could not be written, the next run still has it
         state.remove()
 
@@ -110,3 +88,20 @@ def _where(standing: "StreamProgress | None", config: "StreamConfig", n_tokens: 
         return "at the end: the result is there"
     window, n_sink = config.cells[len(standing.done)]
     return f"window {window} + {n_sink} sinks at token {standing.length:,} of {n_tokens:,}"
+
+
+command = command_of(
+    Window,
+    click.option(
+        "--stream", is_flag=True, help="Read the whole text, however long, through a rolling cache in constant memory."
+    ),
+    click.option("--every", type=COUNT, help="With --stream: a result every N tokens.  [default: only at the end]"),
+    click.option(
+        "--state",
+        type=click.Path(dir_okay=False),
+        callback=checked_parent,
+        help="With --stream: the file from which a killed run continues.  [default: one in kvprobe's directory]",
+    ),
+    click.option("--no-resume", is_flag=True, help="With --stream: start afresh and ignore what an earlier run kept."),
+    body=_body,
+)

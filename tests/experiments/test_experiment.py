@@ -1,0 +1,80 @@
+"""An experiment takes what its settings say, names what it refuses, and can be asked for by its options."""
+
+import doctest
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvprobe.experiments import experiment, registry
+from kvprobe.experiments.experiment import Experiment, SettingError, setting, settings_of
+from kvprobe.experiments.lowrank import Lowrank
+from kvprobe.experiments.sinks import Sinks
+from kvprobe.experiments.window import Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made(Experiment):
+    share: float = setting(0.5, "A share.", least=0, most=1, above=True)
+    sizes: tuple[int, ...] = setting((), "Sizes.", kind=int, flag="--size", least=1, most=9)
+    rank: int | None = setting(None, "A rank.", kind=int)
+    exact: bool = setting(False, "Whether.")
+    way: str = setting("near", "A way.", choices=("near", "far"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"share": "a"}, "share must be a number, got 'a'"),
+        ({"share": None}, "share must be a number, got None"),
+        ({"share": True}, "share must be a number, got True"),
+        ({"share": 0}, "share must be a number above 0 and at most 1, got 0"),
+        ({"share": float("nan")}, "share must be a number above 0 and at most 1, got nan"),
+        ({"sizes": 3}, "sizes must be a list, even of one, got 3"),
+        ({"sizes": "3"}, "sizes must be a list, even of one, got '3'"),
+        ({"sizes": None}, "sizes must be a list, even of one, got None"),
+        ({"sizes": (1, 2.5)}, "sizes must be a whole number, got 2.5"),
+        ({"sizes": (1, 10)}, "sizes must be a number between 1 and 9, got 10"),
+        ({"rank": 1.0}, "rank must be a whole number, got 1.0"),
+        ({"exact": 1}, "exact must be True or False, got 1"),
+        ({"way": 1}, "way must be a string, got 1"),
+        ({"way": "{0} {share}"}, "way must be one of near, far, got '{0} {share}'"),
+    ],
+)
+def test_what_is_refused_is_named(settings, says):
+    with pytest.raises(SettingError) as refused:
+        Made(**settings)
+    assert str(refused.value) == says
+    assert str(pickle.loads(pickle.dumps(refused.value))) == says
+
+
+def test_numbers_of_numpy_become_pythons_and_lists_tuples():
+    made = Made(share=np.float32(0.25), sizes=np.arange(1, 3), rank=np.int64(4))
+    assert made == Made(share=0.25, sizes=[1, 2], rank=4)
+    assert [type(size) for size in (*made.sizes, made.rank)] == [int] * 3
+    assert type(made.share) is float
+    assert made.settings() == {"share": 0.25, "sizes": [1, 2], "rank": 4, "exact": False, "way": "near"}
+    assert (Made(share=1).share, Made(sizes=range(1, 3)).sizes) == (1, (1, 2))
+
+
+def test_the_examples_of_the_errors_run():
+    assert doctest.testmod(experiment).failed == 0
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_setting_of_every_experiment_refuses_what_it_is_not_by_name(name):
+    kind = registry.experiment(name)
+    for field in settings_of(kind):
+        if (name, field) != ("lowrank", "fit_text"):
+            with pytest.raises(SettingError, match=f"^{field} must be .*, got .*object object"):
+                kind(**{field: object()})
+
+
+def test_settings_that_contradict_each_other_are_named():
+    with pytest.raises(SettingError, match=r"^fit_text needs basis heldout, not basis prefix$"):
+        Lowrank(fit_text="manual", basis="prefix")
+    with pytest.raises(SettingError, match=r"^epsilon must be a number, got 'a'$"):
+        Sinks(epsilon="a")
+    with pytest.raises(SettingError, match=r"^positions must be one of absolute, cache, recompute, got 'near'$"):
+        Window(positions="near")
