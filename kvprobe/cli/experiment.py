@@ -23,19 +23,19 @@ from kvprobe.results.result import Result
 
 
 def command_of(
-    kind: type[Experiment], *own: Callable[[Any], Any], body: Callable[[str, dict[str, Any]], None] | None = None
+    kind: type[Experiment],
+    *own: Callable[[Any], Any],
+    body: Callable[[str, dict[str, Any]], Result | None] | None = None,
 ) -> click.Command:
     """The command of an experiment: an option for each setting, the ``own`` ones, and those of what it needs.
 
-    ``body(model, options)`` does what the experiment's `run` alone does not.
+    ``body(model, options)`` gives the result where `ask` alone does not, as for a corpus, or None if it has shown it.
     """
 
     def command(model: str, **options: Any) -> None:
         try:
-            if body is not None:
-                body(model, options)
-            else:
-                result = ask(asked(kind, options), model, options)
+            result = body(model, options) if body else ask(asked(kind, options), model, options)
+            if result is not None:
                 show(result, kind, options)
                 draw(result, kind, options)
         except SettingError as error:

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvprobe.cli.experiment import ask, asked, command_of, draw, show
+from kvprobe.cli.experiment import ask, asked, command_of
 from kvprobe.experiments.gqa import Gqa
 from kvprobe.results.result import Result
 
@@ -15,12 +15,10 @@ OF_TRAINING = (
 OF_POOLING = ("text", "tokens", "bos", "score_from")
 
 
-def _body(model: str | None, options: dict[str, Any]) -> None:
+def _body(model: str | None, options: dict[str, Any]) -> Result:
     _refuse_strays(model, pool=options["pool"])
     gqa = asked(Gqa, options)
-    result = ask(gqa, model or "gpt2", options) if gqa.pool else _train(gqa, options)
-    show(result, Gqa, options)
-    draw(result, Gqa, options)
+    return ask(gqa, model or "gpt2", options) if gqa.pool else _train(gqa, options)
 
 
 def _train(gqa: Gqa, options: dict[str, Any]) -> Result:

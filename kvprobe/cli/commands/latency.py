@@ -4,18 +4,17 @@ from typing import Any
 
 import click
 
-from kvprobe.cli.experiment import ask, asked, command_of, draw, show
+from kvprobe.cli.experiment import ask, asked, command_of
 from kvprobe.experiments.latency import Latency
+from kvprobe.results.result import Result
 
 
-def _body(model: str, options: dict[str, Any]) -> None:
+def _body(model: str, options: dict[str, Any]) -> Result:
     if not options["compiled"] and options["engine"] == "numba":
         raise click.UsageError("--no-compile and --engine numba contradict each other: leave one out")
     if not options["compiled"]:
         options["engine"] = "torch"
-    result = ask(asked(Latency, options), model, options)
-    show(result, Latency, options)
-    draw(result, Latency, options)
+    return ask(asked(Latency, options), model, options)
 
 
 command = command_of(

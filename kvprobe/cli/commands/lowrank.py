@@ -6,12 +6,13 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvprobe.cli.experiment import asked, command_of, draw, show
+from kvprobe.cli.experiment import asked, command_of
 from kvprobe.cli.options import load_subject
 from kvprobe.experiments.lowrank import STAGES, Lowrank
+from kvprobe.results.result import Result
 
 
-def _body(model: str, options: dict[str, Any]) -> None:
+def _body(model: str, options: dict[str, Any]) -> Result:
     ctx = click.get_current_context()
     if options["spectrum"]:
         for name in ("basis", "fit_text", "score_from", "allocate"):
@@ -34,11 +35,8 @@ def _body(model: str, options: dict[str, Any]) -> None:
         if options["spectrum"]:
             # without --stage the spectrum shows both
             one_stage = ctx.get_parameter_source("stage") != ParameterSource.DEFAULT
-            result = lowrank.spectrum(subject, stages=(lowrank.stage,) if one_stage else STAGES, progress=progress)
-        else:
-            result = lowrank.run(subject, progress=progress)
-    show(result, Lowrank, options)
-    draw(result, Lowrank, options)
+            return lowrank.spectrum(subject, stages=(lowrank.stage,) if one_stage else STAGES, progress=progress)
+        return lowrank.run(subject, progress=progress)
 
 
 command = command_of(

@@ -6,12 +6,17 @@ import click
 
 from kvprobe.cli.experiment import ask, asked, command_of, draw, show
 from kvprobe.experiments.sinks import Sinks
+from kvprobe.results.result import Result
 
 
-def _body(model: str, options: dict[str, Any]) -> None:
+def _body(model: str, options: dict[str, Any]) -> Result | None:
     result = ask(asked(Sinks, options), model, options)
-    show(Sinks.by_head(result) if options["per_head"] else result, Sinks, options)
+    if not options["per_head"]:
+        return result
+    show(Sinks.by_head(result), Sinks, options)
+    # the picture has layers and heads
     draw(result, Sinks, options)
+    return None
 
 
 command = command_of(

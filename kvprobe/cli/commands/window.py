@@ -5,26 +5,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.cli.experiment import ask, asked, command_of, draw, show
+from kvprobe.cli.experiment import ask, asked, command_of, show
 from kvprobe.cli.options import COUNT, checked_parent, load_subject
 from kvprobe.experiments.window import Window, stream
+from kvprobe.results.result import Result
 
 if TYPE_CHECKING:
     from kvprobe.experiments.stream_checkpoint import StreamProgress
     from kvprobe.experiments.streaming import StreamConfig
 
 
-def _body(model: str, options: dict[str, Any]) -> None:
+def _body(model: str, options: dict[str, Any]) -> Result | None:
     if options["stream"]:
         _stream(model, options)
-        return
+        return None
     if stray := [name for name in ("every", "state", "no_resume") if options[name]]:
         raise click.UsageError(f"--{stray[0].replace('_', '-')} needs --stream: give it too")
     window = asked(Window, options)
     # by slot, no position beyond the model's is ever used
-    result = ask(window, model, options, unlimited=window.positions == "cache")
-    show(result, Window, options)
-    draw(result, Window, options)
+    return ask(window, model, options, unlimited=window.positions == "cache")
 
 
 def _stream(model: str, options: dict[str, Any]) -> None:
