@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from kvprobe.experiments.gqa_training import Protocol, TrainingSubject
     from kvprobe.models.subject import Subject
 
-N_HEADS = 8
-"""Query heads of the models that are trained."""
 KV_HEADS = (8, 4, 2, 1)
 
 
@@ -109,6 +107,8 @@ class Gqa(Experiment):
         super().__post_init__()
         if self.pool:
             return
+        from kvprobe.experiments.gqa_training import N_HEADS
+
         if self.dtype == "float16":
             raise SettingError("{dtype} float16 needs {pool}: to train, use bfloat16 or float32")
         for n in self.kv_heads:

@@ -13,7 +13,6 @@ from kvprobe.cells.run_store import RunStore, TrainingRun, config_of, finish_all
 from kvprobe.decoder.model import from_hf
 from kvprobe.decoder.pool_kv_heads import pool_kv_heads
 from kvprobe.errors import KvprobeError
-from kvprobe.experiments.gqa import N_HEADS
 from kvprobe.models.subject import Subject
 from kvprobe.probes.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.probes.losses import check_score_from, default_block_length, paired_interval, perplexity, token_losses
@@ -23,6 +22,9 @@ from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.loop import TrainConfig, check
+
+N_HEADS = 8
+"""Query heads of the models that are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
