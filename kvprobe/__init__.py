@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvprobe.text.texts import Text
 
 __version__ = "0.1.0"
-__all__ = ["Result", "attending", "capture", "load", "prepare", "token0_mass"]
+__all__ = ["Result", "attending", "capture", "evaluate", "load", "prepare", "token0_mass"]
 
 
 def load(name: str, *, dtype: str = "float32", device: str | None = None, progress: Progress = silent) -> "Loaded":
@@ -86,8 +86,19 @@ def prepare(
 
 
 def attending(model: "nn.Module", attend: "Callable[[AttentionCall], Tensor]") -> AbstractContextManager[None]:
-    """A block in which ``attend(call)`` replaces attention, once per layer and forward pass.
+    """A block in which ``attend(call)`` replaces attention, once per layer and forward pass, also in ``generate``.
 
+    A call has ``layer``, ``n_heads``, ``n_kv_heads``, ``scale``, ``softcap``, ``sink_logits`` and, after position
+    encoding:
+
+    - ``query`` ``[batch, n_heads, q_len, head_dim]``
+    - ``key`` ``[batch, n_kv_heads, kv_len, head_dim]``, ``value`` ``[batch, n_kv_heads, kv_len, v_head_dim]``
+    - ``keep``, bool ``[batch or 1, 1 or n_heads, q_len, kv_len]``: what the model lets each query see
+    - ``last(n)`` and ``top(n, values)``: the last visible keys, and those of the greatest values, as a ``keep``
+    - ``weights()``: attention weights by blocks of queries; ``rotate(key, by)``: its own RoPE by some positions
+    - ``attend(query=…, key=…, value=…, keep=…)``: the model's own attention with what is replaced
+
+    In Hugging Face's ``generate`` with a cache, ``q_len`` is 1 after the prompt and ``kv_len`` what the cache holds.
     See :func:`kvprobe.attention.seam.attending` for what is checked and raised.
 
     >>> import kvprobe
@@ -126,6 +137,27 @@ def capture(
     from kvprobe.attention import capture as capturing
 
     return capturing.capture(model, input_ids, layers=layers, maps=maps, to_cpu=to_cpu, **inputs)
+
+
+def evaluate(
+    subject: "Subject", attend: Any, *, score_from: int | None = None, seed: int = 0, progress: Progress = silent
+) -> "Result":
+    """The loss with an attention function of your own beside the model's own, with KL divergence and top-1 agreement.
+
+    See :func:`kvprobe.experiments.evaluate.evaluate` for the columns and what is raised.
+
+    >>> import kvprobe
+    >>> def small_norms(call):
+    ...     last = call.last(64)
+    ...     few = call.top(64, -call.key.norm(dim=-1), among=call.keep & ~last)
+    ...     return call.attend(keep=last | few)
+    >>> result = kvprobe.evaluate(kvprobe.prepare("smollm2-135m", tokens=256), small_norms)
+    >>> [row["attend"] for row in result.rows], result.rows[1]["delta"] > 0
+    ([None, 'small_norms'], True)
+    """
+    from kvprobe.experiments import evaluate as evaluating
+
+    return evaluating.evaluate(subject, attend, score_from=score_from, seed=seed, progress=progress)
 
 
 def token0_mass(model: "nn.Module", input_ids: "Tensor", queries_from: int = 64) -> "Tensor":

@@ -10,6 +10,7 @@ import pytest
 
 import kvprobe
 from kvprobe.attention import capture, seam
+from kvprobe.experiments import evaluate
 from kvprobe.models import loading, subject
 from kvprobe.probes import mass
 from kvprobe.results import result
@@ -18,6 +19,7 @@ ORIGINALS = {
     "Result": result.Result,
     "attending": seam.attending,
     "capture": capture.capture,
+    "evaluate": evaluate.evaluate,
     "load": loading.load,
     "prepare": subject.prepare,
     "token0_mass": mass.token0_mass,

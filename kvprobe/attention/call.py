@@ -24,11 +24,13 @@ Turn = Callable[[Tensor, Tensor], Tensor]
 class AttentionCall:
     """One attention layer at work, with everything that the model itself would use.
 
-    ``layer`` is the index as the model numbers its layers. ``key`` and ``value`` are *realized*: after position
-    encoding and QK-norm, as attention reads them. ``scale`` multiplies the scores, ``softcap`` bounds them
-    (``softcap * tanh(score / softcap)``, Gemma 2), ``sink_logits`` ``[n_heads]`` are learned logits that take
-    part in the softmax and carry no value (gpt-oss). ``mask`` is the model's own mask, or None for "causal, or one
-    query that sees all"; read it as :attr:`keep`.
+    ``layer``: its index, as the model numbers its layers.
+    ``query``: ``[batch, n_heads, q_len, head_dim]``, the last ``q_len`` of ``kv_len`` positions.
+    ``key``, ``value``: ``[batch, n_kv_heads, kv_len, head_dim]`` and ``[…, v_head_dim]``, *realized*: after position
+    encoding and QK-norm, as attention reads them.
+    ``scale`` multiplies the scores; ``softcap`` bounds them (``softcap * tanh(score / softcap)``, Gemma 2).
+    ``sink_logits``: ``[n_heads]``, learned logits that take part in the softmax and carry no value (gpt-oss).
+    ``mask``: the model's own, or None for "causal, or one query that sees all"; read it as :attr:`keep`.
     """
 
     layer: int
@@ -66,6 +68,34 @@ class AttentionCall:
             return self.mask
         q_len, kv_len = self.query.shape[2], self.key.shape[2]
         return causal_keep(q_len, kv_len, device=self.query.device)[None, None]
+
+    def last(self, n: int) -> Tensor:
+        """The last ``n`` keys that each query may see, its own included: bool, shaped as :attr:`keep`.
+
+        Raises ValueError if ``n < 0``.
+        """
+        if n < 0:
+            raise ValueError(f"n must be at least 0 keys, got {n}")
+        # how many visible keys there are from here on, whatever padding or window hides others
+        return self.keep & (self.keep.flip(-1).cumsum(-1).flip(-1) <= n)
+
+    def top(self, n: int, values: Tensor, *, among: Tensor | None = None) -> Tensor:
+        """The ``n`` keys of the greatest ``values`` among those that each query may see, all of them if fewer.
+
+        ``values`` are of keys, ``[batch, n_kv_heads, kv_len]``, or of each query's keys, ``[batch, n_heads, q_len,
+        kv_len]``; negate them for the smallest. ``among`` is bool, as :attr:`keep`, its default. Returns bool
+        ``[batch, n_heads, q_len, kv_len]`` for :meth:`attend`. Raises ValueError for ``n < 0`` or other shapes.
+        """
+        among = self.keep if among is None else among
+        wanted = (*self.query.shape[:3], self.key.shape[2])
+        if values.shape == self.key.shape[:3]:
+            values = values.repeat_interleave(self.n_heads // self.n_kv_heads, dim=1)[:, :, None].expand(wanted)
+        if n < 0 or values.shape != wanted:
+            raise ValueError(
+                f"n must be at least 0 and values {[*self.key.shape[:3]]} or {[*wanted]}, got {n}, {[*values.shape]}"
+            )
+        best = values.masked_fill(~among, -torch.inf).topk(min(n, wanted[-1]), dim=-1).indices
+        return torch.zeros(wanted, dtype=torch.bool, device=values.device).scatter_(-1, best, True) & among
 
     def attend(
         self,

@@ -29,10 +29,20 @@ def attending(model: nn.Module, attend: Attend) -> Iterator[None]:
     """Let ``attend(call)`` stand in for attention in every layer of ``model`` while the block runs.
 
     ``attend`` gets an :class:`AttentionCall` and returns ``[batch, n_heads, q_len, v_head_dim]``; ``call.attend()``
-    is what the model would have done. Call the model with ``use_cache=False``. Blocks may be nested: the inner one
-    acts. A model of text and images is seen where it reads text; its other towers stay as they are. The model leaves
-    as it entered, also on an error, and whatever the order in which generators leave their blocks. A kvprobe decoder
-    has a block of its own (:meth:`kvprobe.decoder.model.Decoder.attending`).
+    is what the model would have done. A call has:
+
+    - ``query`` ``[batch, n_heads, q_len, head_dim]``, ``key`` ``[batch, n_kv_heads, kv_len, head_dim]`` and ``value``
+      ``[batch, n_kv_heads, kv_len, v_head_dim]``, after position encoding and QK-norm;
+    - ``layer``, its index; ``n_heads``, ``n_kv_heads``; ``scale``, ``softcap``, ``sink_logits`` of the scores;
+    - ``keep``, bool ``[batch or 1, 1 or n_heads, q_len, kv_len]``: what the model lets each query see;
+    - ``last(n)``, ``top(n, values)``: the last visible keys, the visible keys of greatest value, as a ``keep``;
+    - ``weights()``: attention weights, a block of queries at a time; ``rotate(key, by)``: the layer's own RoPE.
+
+    ``attend(query=…, key=…, value=…, keep=…)`` of a call is attention with what is replaced. With a cache, as in
+    Hugging Face's ``generate``, ``q_len`` is 1 after the prompt and ``kv_len`` what the cache holds. Blocks may be
+    nested: the inner one acts. A model of text and images is seen where it reads text; its other towers stay as they
+    are. The model leaves as it entered, also on an error, and whatever the order in which generators leave their
+    blocks. A kvprobe decoder has a block of its own (:meth:`kvprobe.decoder.model.Decoder.attending`).
 
     A model belongs to one thread at a time: KvprobeError if another one has a block open on it, or calls it
     meanwhile. Raises NotIntercepted if the family goes round transformers' attention interface (on entering where

@@ -27,6 +27,7 @@ COMMANDS = (
     "sinks",
     "lowrank",
     "window",
+    "evaluate",
     "relief",
     "cache",
     "memory",

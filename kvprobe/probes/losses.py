@@ -58,21 +58,34 @@ def token_losses(
     scaling and soft-capping after the head included. Raises ValueError for a ``score_from`` outside the passage and
     KvprobeError for a loss that is not finite, naming the layer that first was not.
     """
+    ids = input_ids if input_ids.ndim == 2 else input_ids[None]
+    losses = scored_pass(model, ids, score_from=score_from, attend=attend, chunk=chunk)[1]
+    return losses[0] if len(ids) == 1 else losses
+
+
+@torch.no_grad()
+def scored_pass(
+    model: Any, ids: Tensor, *, score_from: int, attend: "Attend | None" = None, chunk: int = 256
+) -> tuple[Tensor, Tensor]:
+    """The hidden states ``[batch, n_targets, hidden]`` that predict the targets, and :func:`token_losses`, by row.
+
+    Takes ids ``[batch, length]`` and raises as `token_losses` does.
+    """
     from kvprobe.attention.language_model import language_model
 
-    ids = input_ids if input_ids.ndim == 2 else input_ids[None]
     check_score_from(ids.shape[1], score_from)
     subject = language_model(model)
 
-    def run() -> Tensor:
+    def run() -> tuple[Tensor, Tensor]:
         hidden = subject.body(ids, attend=attend)
         if not hidden.numel():
             raise UnsupportedModelError(f"family {subject.family}: its body gives no hidden states to score")
-        return hidden_losses(subject.logits, hidden[:, score_from:-1], ids[:, score_from + 1 :], chunk=chunk)
+        hidden = hidden[:, score_from:-1]
+        return hidden, hidden_losses(subject.logits, hidden, ids[:, score_from + 1 :], chunk=chunk)
 
-    losses = run()
+    hidden, losses = run()
     check_finite(losses, subject.module, run)
-    return losses[0] if len(ids) == 1 else losses
+    return hidden, losses
 
 
 def hidden_losses(

@@ -216,3 +216,33 @@ def test_rotating_without_a_rotary_embedding_is_refused() -> None:
     call = call_of()
     with pytest.raises(ValueError, match="layer 0 was called without a rotary embedding"):
         call.rotate(call.key, 1)
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 7])
+def test_the_last_keys_are_the_visible_ones_closest_to_the_query(q_len):
+    # a key in between is hidden, as padding or a window hides it: the one before it counts in its place
+    keep = causal_keep(q_len, Q_LEN)
+    keep[:, Q_LEN - 3] = False
+    call = call_of(q_len=q_len, mask=keep[None, None])
+    for i, seen in enumerate(keep.tolist()):
+        for n in (0, 2, 20):
+            wanted = [j for j in range(Q_LEN) if seen[j]][-n:] if n else []
+            assert call.last(n)[0, 0, i].nonzero().flatten().tolist() == wanted
+    with pytest.raises(ValueError, match="at least 0 keys, got -1"):
+        call.last(-1)
+
+
+@pytest.mark.parametrize("of_queries", [False, True])
+def test_the_top_keys_are_those_of_greatest_value_that_may_be_seen(of_queries):
+    call = call_of()
+    shape = (BATCH, 4, Q_LEN, Q_LEN) if of_queries else (BATCH, 2, Q_LEN)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    among = call.keep & ~call.last(2)
+    chosen = call.top(2, values, among=among)
+    for b, h, i in itertools.product(range(BATCH), range(4), range(Q_LEN)):
+        by_key = values[b, h, i] if of_queries else values[b, h // 2]
+        earlier = sorted(range(max(0, i - 1)), key=lambda j, of=by_key: -float(of[j]))
+        assert set(chosen[b, h, i].nonzero().flatten().tolist()) == set(earlier[:2])
+    assert call.top(20, values).equal(call.keep.expand(chosen.shape))
+    with pytest.raises(ValueError, match=r"values \[2, 2, 7\] or \[2, 4, 7, 7\], got 2, \[2, 7\]"):
+        call.top(2, torch.zeros(2, 7))

@@ -649,3 +649,33 @@ def test_a_model_that_accelerate_spreads_goes_through_unchanged(family: str, whe
             close(rope.inv_freq, whole[layer].inv_freq, 0.0)
             assert (rope.start, rope.interleaved) == (whole[layer].start, whole[layer].interleaved)
     assert state_of(model) == before
+
+
+def few_keys(call: AttentionCall) -> Tensor:
+    last = call.last(4)
+    return call.attend(keep=last | call.top(3, -call.key.norm(dim=-1), among=call.keep & ~last))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_generate_with_a_cache_gives_the_tokens_of_no_cache(family: str) -> None:
+    model, ids = model_of(family), torch.cat([tiny_ids(LENGTH), tiny_ids(LENGTH).flip(1)])
+    # a row of padding: what a query sees is then more than causal
+    mask = torch.ones_like(ids)
+    mask[0, :N_PAD] = 0
+    lengths = set()
+
+    def attend(call: AttentionCall) -> Tensor:
+        lengths.add(call.query.shape[2])
+        return few_keys(call)
+
+    def generated(**settings: Any) -> Tensor:
+        plain = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        return model.generate(ids, attention_mask=mask, **plain, **settings)
+
+    with attending(model, attend):
+        cached = generated(use_cache=True)
+        assert lengths == {LENGTH, 1}
+        fresh = generated(use_cache=False)
+    assert max(lengths) == LENGTH + 11
+    assert cached.equal(fresh)
+    assert not cached.equal(generated(use_cache=False))
