@@ -2,12 +2,10 @@
 
 import codecs
 import hashlib
-import http.client
 import io
 import os
 import stat
 import sys
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -15,14 +13,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvprobe.errors import KvprobeError
-from kvprobe.files.store import disk_error, home
-from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
 
 BUNDLED_SHA256 = "72555202e7c2c0f1c15bda2728a389669f762087f929391c6705c60c3800d3a2"
 MANUAL_SHA256 = "e802e404a97a2e1e657589e04ef2f6f309ae35e26220a03ff06a988b938352f9"
-TIME_MACHINE_URL = "https://www.gutenberg.org/cache/epub/35/pg35.txt"
-TIMEOUT_S = 15
+TIME_MACHINE_SHA256 = "4149e15a170aa94068969282e8b2cee7aaab0d889bf1c0d684378177040267dd"
 BLOCK = 1 << 16
 MOST_HASHED = 1 << 30
 """The largest file, in bytes, that is hashed completely even if little of its text is needed: some seconds."""
@@ -73,9 +68,7 @@ def read_text(name: str | None = None, *, n_bytes: int | None = None, progress: 
     still covers a file of at most ``MOST_HASHED`` bytes completely.
     A named text wins over a file of that name (``./bundled`` is the file). A byte-order mark is dropped and line ends
     become one newline character, as Python reads any text; nothing else is normalised. ``time-machine`` is H. G. Wells,
-    The Time Machine (public domain): ``texts/time-machine.txt`` under kvprobe's own directory, fetched from Project
-    Gutenberg (ebook 35) if absent. If it has Gutenberg's START and END lines, the text is what lies between them; the
-    SHA-256 is of the file.
+    The Time Machine (1895, public domain), the edition that small models are trained on (:mod:`kvprobe.text.corpus`).
     Raises KvprobeError for a text that is missing, unreadable, binary, not UTF-8 (with the byte offset) or empty.
     """
     name = "bundled" if name is None else name
@@ -83,7 +76,7 @@ def read_text(name: str | None = None, *, n_bytes: int | None = None, progress: 
         raise KvprobeError(f"the name of the text is empty; a file, or one of {', '.join(TEXTS)}")
     if name in TEXTS:
         sha256, text, _ = _read(io.BytesIO(TEXTS[name](progress)), name)
-        return Text(name, sha256, _between_markers(text) if name == "time-machine" else text)
+        return Text(name, sha256, text)
     if name == "-":
         if sys.stdin is None:
             raise KvprobeError("standard input is closed: pipe a text in, or name a file")
@@ -184,51 +177,7 @@ def _pinned(file: str, sha256: str) -> bytes:
 
 
 def _time_machine(progress: Progress) -> bytes:
-    path = home() / "texts" / "time-machine.txt"
-    if not path.exists():
-        try:
-            data = _fetch(TIME_MACHINE_URL, progress)
-        except (OSError, http.client.HTTPException) as error:
-            raise KvprobeError(
-                f"time-machine is not on this machine and {TIME_MACHINE_URL} could not be read ({error}); "
-                f"put the text at {path}, or use the text 'bundled'"
-            ) from None
-        try:
-            write_whole(path, data)
-        except OSError as error:
-            raise disk_error(error, path) from error
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unread(str(path), error) from None
-
-
-def _fetch(url: str, progress: Progress) -> bytes:
-    """Raise OSError or HTTPException for anything but the whole file."""
-    request = urllib.request.Request(url, headers={"User-Agent": "kvprobe"})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        total = int(answer.headers["Content-Length"]) if "Content-Length" in answer.headers else None
-        data = b""
-        while block := answer.read(1 << 15):
-            data += block
-            progress("time-machine", len(data), total, "bytes")
-    # A cut connection ends a plain read without an error.
-    if total is not None and len(data) != total:
-        raise OSError(f"{len(data)} of {total} bytes arrived")
-    # The site revises the edition, so no checksum can be pinned; its END line shows that it is complete.
-    if b"*** END OF" not in data:
-        raise OSError("the answer is not the book: it has no END line")
-    return data
-
-
-def _between_markers(text: str) -> str:
-    """Drop Project Gutenberg's header and footer, if present, and the blank lines next to them."""
-    lines = text.split("\n")
-    starts = [i + 1 for i, line in enumerate(lines) if line.startswith("*** START OF")]
-    ends = [i for i, line in enumerate(lines) if line.startswith("*** END OF")]
-    if not starts and not ends:
-        return text
-    return "\n".join(lines[starts[0] if starts else 0 : ends[0] if ends else len(lines)]).strip("\n") + "\n"
+    return _pinned("time-machine.txt", TIME_MACHINE_SHA256)
 
 
 TEXTS: dict[str, Callable[[Progress], bytes]] = {

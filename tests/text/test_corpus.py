@@ -5,7 +5,7 @@ import torch
 
 from kvprobe.errors import KvprobeError
 from kvprobe.text.corpus import LETTERS, Corpus, characters, spelled, tokens
-from kvprobe.text.texts import Text
+from kvprobe.text.texts import Text, read_text
 
 ABC = Text("abc.txt", "f00d", "a b c d e f g h i j")  # 19 characters, all in the vocabulary
 
@@ -123,3 +123,13 @@ def test_a_tokenizers_ids_and_its_whole_vocabulary(gpt2_tokenizer_files):
 def test_an_id_beyond_the_vocabulary_is_refused():
     with pytest.raises(KvprobeError, match="t has the id 9, but the vocabulary only 9 ids"):
         Corpus("t", "", "ids", 9, torch.arange(10), length=2, n_train=2, n_valid=2)
+
+
+def test_the_published_split_fits_the_bundled_novel_without_a_network(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPROBE_HOME", str(tmp_path / "empty"))
+    corpus = characters(read_text("time-machine"))
+    assert said([corpus.ids[:44]]) == ["the time machine by h g wells i the time tra"]
+    # a window of 128 and the next one starts at every id
+    assert corpus.valid_windows().shape == (3_000, 129)
+    assert len(corpus.ids) >= 100_000 + 3_000 + 128
+    assert not (tmp_path / "empty").exists()

@@ -1,13 +1,9 @@
 """The text that was read, and the ids that an analysis reads of it."""
 
 import hashlib
-import http.server
 import io
 import logging
-import threading
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -349,95 +345,3 @@ def test_a_file_that_cannot_be_read_is_refused_with_what_can(name: str, says: st
         read_text(str(tmp_path / name))
     assert "bundled, time-machine" in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-BOOK = (
-    "\ufeffThe Project Gutenberg eBook\r\n\r\n*** START OF THE PROJECT GUTENBERG EBOOK THE TIME MACHINE ***\r\n\r\n\r\n"
-    "  The Time Machine\r\n\r\nby H. G. Wells\r\n\r\n\r\n"
-    "*** END OF THE PROJECT GUTENBERG EBOOK THE TIME MACHINE ***\r\n\r\nlicence\r\n"
-).encode()
-
-
-@contextmanager
-def serving(body: bytes, *, claims: int | None = None) -> Iterator[str]:
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body) if claims is None else claims))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/pg35.txt"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@pytest.fixture
-def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("KVPROBE_HOME", str(tmp_path / "home"))
-    for proxy in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(proxy, raising=False)
-    return tmp_path / "home"
-
-
-def test_the_time_machine_is_fetched_once_whole_and_freed_of_its_wrapping(
-    at_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: list[tuple[int, int | None]] = []
-    with serving(BOOK) as url:
-        monkeypatch.setattr(texts, "TIME_MACHINE_URL", url)
-        text = read_text("time-machine", progress=lambda what, done, total, unit="": steps.append((done, total)))
-    expected = Text("time-machine", hashlib.sha256(BOOK).hexdigest(), "  The Time Machine\n\nby H. G. Wells\n")
-    assert text == expected
-    assert steps[-1] == (len(BOOK), len(BOOK))
-    assert [path.name for path in at_home.rglob("*") if path.is_file()] == ["time-machine.txt"]
-    assert read_text("time-machine") == expected  # with the server gone
-
-
-def test_a_copy_that_the_user_put_there_is_read_as_it_is(at_home: Path) -> None:
-    (at_home / "texts").mkdir(parents=True)
-    (at_home / "texts" / "time-machine.txt").write_text("The Time Traveller (for so it\n")
-    assert read_text("time-machine").text == "The Time Traveller (for so it\n"
-
-
-@pytest.mark.parametrize(
-    ("body", "claims", "says"),
-    [
-        (BOOK[:200], len(BOOK), "200"),
-        (b"<html>sign in</html>", None, "no END line"),
-    ],
-)
-def test_a_broken_fetch_leaves_nothing(
-    at_home: Path, monkeypatch: pytest.MonkeyPatch, body: bytes, claims: int | None, says: str
-) -> None:
-    with serving(body, claims=claims) as url:
-        monkeypatch.setattr(texts, "TIME_MACHINE_URL", url)
-        with pytest.raises(KvprobeError, match=says):
-            read_text("time-machine")
-    assert not [path for path in at_home.rglob("*") if path.is_file()]
-
-
-def test_without_a_network_the_error_says_where_to_put_the_text(at_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "TIME_MACHINE_URL", "http://127.0.0.1:9/pg35.txt")
-    with pytest.raises(KvprobeError) as refused:
-        read_text("time-machine")
-    said = str(refused.value)
-    assert str(at_home / "texts" / "time-machine.txt") in said
-    assert "http://127.0.0.1:9/pg35.txt" in said
-    assert "\n" not in said
-
-
-def test_a_place_that_cannot_be_written_is_named(at_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_home.write_text("a file where the directory should be")
-    with serving(BOOK) as url:
-        monkeypatch.setattr(texts, "TIME_MACHINE_URL", url)
-        with pytest.raises(KvprobeError, match=r"could not be written to .*home.texts"):
-            read_text("time-machine")
