@@ -56,7 +56,9 @@ def command_of(
     for option in found.params:
         about = settings_of(kind).get(option.name or "")
         if isinstance(option, click.Option) and about is not None and about.common:
-            option.help = about.help
+            option.help = _help(about)
+            if about.shown:
+                option.default, option.show_default = None, False
     return found
 
 
@@ -128,8 +130,12 @@ def _flag(name: str, about: Setting) -> str:
     return about.flag or f"--{name.replace('_', '-')}"
 
 
+def _help(about: Setting) -> str:
+    return about.help + (f"  [default: {about.shown}]" if about.shown else "")
+
+
 def _option(name: str, about: Setting, default: Any) -> Callable[[Any], Any]:
-    given: dict[str, Any] = {"help": about.help + (f"  [default: {about.shown}]" if about.shown else "")}
+    given: dict[str, Any] = {"help": _help(about)}
     if about.kind is bool:
         return click.option(_flag(name, about), name, is_flag=True, default=default, **given)
     if not about.shown and default not in (None, ()):

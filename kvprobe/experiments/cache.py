@@ -1,5 +1,6 @@
 """What does a KV cache cost by the model's shape alone, and what would each lever leave of it? No torch in here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,14 @@ SUPPORT = {
 
 @dataclass(frozen=True)
 class KnownShape:
-    """A model's shape, and what a run record says of the model, at least its name as ``model``."""
+    """A model's shape, and what a run record says of the model, at least its name as ``model``.
+
+    ``dtype`` is that of its checkpoint, None if that is not known.
+    """
 
     spec: Spec
     about: dict[str, Any]
+    dtype: str | None = None
 
     def record(self) -> dict[str, Any]:
         """What a run record says of the model."""
@@ -55,10 +60,10 @@ class Cache(Experiment):
 
     \b
     Examples:
-      kvprobe cache llama-2-70b --dtype bfloat16
-      kvprobe cache gpt2 --context 1024 --context 2048 --context 4096
-      kvprobe cache deepseek-v3 --dtype bfloat16 --batch 64 --plot cache.png
-      kvprobe cache gemma-3-27b --context 131072 --dtype bfloat16   where sliding layers stop
+      kvprobe cache llama-2-70b
+      kvprobe cache gpt2 --dtype bfloat16 --context 1024 --context 2048 --context 4096
+      kvprobe cache deepseek-v3 --batch 64 --plot cache.png
+      kvprobe cache gemma-3-27b --context 131072   where sliding layers stop
     """
 
     name = "cache"
@@ -83,7 +88,14 @@ class Cache(Experiment):
         shown="1024, 8192 and all positions of the model",
     )
     batch: int = setting(1, "Sequences held at once.")
-    dtype: str = setting("float32", "Dtype of the cache and of the weights.", choices=tuple(DTYPE_BYTES), common=True)
+    dtype: str | None = setting(
+        None,
+        "Dtype of the cache and of the weights.",
+        kind=str,
+        choices=tuple(DTYPE_BYTES),
+        shown="the checkpoint's own, or float32",
+        common=True,
+    )
     window: int = setting(1024, "Last tokens that the window lever keeps.")
     n_sink: int = setting(4, "Sink tokens that the window lever keeps.", flag="--sinks")
     rank: int | None = setting(None, "Rank of the latent lever.", kind=int, shown="a quarter of the width of K and V")
@@ -100,17 +112,20 @@ class Cache(Experiment):
         """A row a context and lever, the model as it is first of each context (:func:`kvprobe.shape.levers.rows`).
 
         ``contexts`` default to 1,024, 8,192 and all positions of the model, ``weights_bytes`` to all parameters at
-        ``dtype``. Raises ValueError for what is out of range.
+        ``dtype``, and that to the checkpoint's own; float32 if it has none. Raises ValueError for what is out of range.
         """
-        spec, source = subject.spec, "given"
+        spec, source, dtype = subject.spec, "given", self.dtype or subject.dtype or "float32"
+        dtype_source = "given" if self.dtype else "the checkpoint's own" if subject.dtype else "by default"
         weights_bytes = None if self.weights_bytes is None else int(self.weights_bytes)
         if weights_bytes is None and spec.n_parameters is not None:
-            weights_bytes, source = spec.n_parameters * DTYPE_BYTES[self.dtype], "closed form of the configuration"
+            weights_bytes, source = spec.n_parameters * DTYPE_BYTES[dtype], "closed form of the configuration"
         elif weights_bytes is None:
             source = "not known: the family has no closed form here"
         contexts = [*self.contexts] or _default_contexts(spec.max_positions)
-        given = self.settings() | {"contexts": contexts, "weights_bytes": weights_bytes}
+        given = self.settings() | {"contexts": contexts, "weights_bytes": weights_bytes, "dtype": dtype}
         facts = {
+            "dtype": dtype,
+            "dtype_source": dtype_source,
             "family": spec.family,
             "support": spec.support,
             "shape": describe(spec),
@@ -142,7 +157,8 @@ class Cache(Experiment):
     def summary(cls, result: Result) -> list[str]:
         """The lines under the table."""
         run = result.run
-        lines = ["", f"{run['model']} ({run['source']}), batch {run['batch']}, {run['dtype']}: {run['shape']}"]
+        own = f" ({run['dtype_source']})" if run["dtype_source"] != "given" else ""
+        lines = ["", f"{run['model']} ({run['source']}), batch {run['batch']}, {run['dtype']}{own}: {run['shape']}"]
         lines.append(f"family {run['family']}: {SUPPORT[run['support']]}")
         if run["weights_bytes"] is None:
             lines.append(f"weights {run['weights_source']}; give --weights-bytes")
@@ -177,18 +193,29 @@ def find_shape(model: str, *, progress: Progress = silent) -> KnownShape:
     """
     item = published.look_up(model)
     if item is not None and not Path(model).is_dir():
-        return KnownShape(item.spec, {"model": item.name, "revision": item.source, "source": "catalogue"})
+        about = {"model": item.name, "revision": item.source, "source": "catalogue"}
+        return KnownShape(item.spec, about, _dtype_of(item.config))
     from kvprobe.models import loading
 
     try:
         spec = loading.load_spec(model, progress=progress)
         files = loading.find(model, only_config=True, progress=progress)
+        dtype = _dtype_of(loading.read_config(files))
     except UnsupportedModelError:
         raise
     except KvprobeError as error:
         known = ", ".join(published.published())
         raise KvprobeError(f"{error}; without a network, `kvprobe cache` knows {known}") from error
-    return KnownShape(spec, {"model": files.name, "revision": files.revision, "source": files.source})
+    return KnownShape(spec, {"model": files.name, "revision": files.revision, "source": files.source}, dtype)
+
+
+def _dtype_of(config: Mapping[str, Any]) -> str | None:
+    # a model of text and images says it of its text part
+    for part in (config, config.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(part, Mapping) and (said := part.get(key)) in DTYPE_BYTES:
+                return str(said)
+    return None
 
 
 def _default_contexts(max_positions: int | None) -> list[int]:

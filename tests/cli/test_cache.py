@@ -83,8 +83,32 @@ def test_rows_and_record(document):
     assert found["run"]["weights_source"] == "closed form of the configuration"
 
 
+@pytest.mark.parametrize(
+    ("config", "asked", "dtype", "said"),
+    [
+        ({"torch_dtype": "bfloat16"}, [], "bfloat16", "bfloat16 (the checkpoint's own)"),
+        ({"dtype": "float16"}, [], "float16", "float16 (the checkpoint's own)"),
+        ({"torch_dtype": "bfloat16"}, ["--dtype", "float32"], "float32", "float32: "),
+        ({"torch_dtype": "float8_e4m3fn"}, [], "float32", "float32 (by default)"),
+        ({}, [], "float32", "float32 (by default)"),
+    ],
+)
+def test_it_counts_in_the_checkpoints_own_dtype_unless_told(document, run, config_only, config, asked, dtype, said):
+    own = json.loads((config_only / "config.json").read_text())
+    (config_only / "config.json").write_text(json.dumps(own | config))
+    found = document(config_only, "--context", 10, *asked)
+    assert found["run"]["dtype"] == found["rows"][0]["dtype"] == dtype
+    assert found["rows"][0]["bytes"] == 10 * 2 * 8 * (4 if dtype == "float32" else 2)
+    assert said in run(config_only, "--context", 10, *asked).stdout
+
+
+def test_a_published_model_has_the_dtype_of_its_weights(document):
+    dtypes = {name: document(name)["run"]["dtype"] for name in ("gpt2", "llama-2-70b", "deepseek-v3")}
+    assert dtypes == {"gpt2": "float32", "llama-2-70b": "float16", "deepseek-v3": "bfloat16"}
+
+
 def test_weights_can_be_given(document):
-    found = document("llama-2-70b", "--dtype", "float16", "--weights-bytes", "140e9")
+    found = document("llama-2-70b", "--weights-bytes", "140e9")
     assert found["run"]["weights_source"] == "given"
     at = {row["lever"]: row["outweighs_at"] for row in found["rows"]}
     assert (at["as it is"], at["as MHA, 64 KV heads"]) == (427_247, 53_406)
