@@ -143,15 +143,16 @@ def _cell(value: Any) -> str:
     return shown(str(value))
 
 
-def save_plot(figure: "Figure", path: str) -> None:
-    """Write a figure, whole or not at all, in the format of the path's suffix."""
+def save_plot(figure: "Figure", paths: Sequence[str]) -> None:
+    """Write a figure to each path, whole or not at all, in the format of the path's suffix."""
     import io
     from pathlib import Path
 
     import matplotlib as mpl
 
-    buffer = io.BytesIO()
-    # text as text in svg and TrueType in pdf, as publishers ask
-    with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
-        figure.savefig(buffer, format=Path(path).suffix[1:].lower(), dpi=200)
-    write_whole(path, buffer.getvalue())
+    for path in paths:
+        buffer = io.BytesIO()
+        # text as text in svg and TrueType in pdf, as publishers ask
+        with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+            figure.savefig(buffer, format=Path(path).suffix[1:].lower(), dpi=200)
+        write_whole(path, buffer.getvalue())

@@ -142,7 +142,11 @@ def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callab
 def common(command: Command) -> Command:
     """The options of every command that loads a model and prints a result."""
     plot = click.option(
-        "--plot", type=click.Path(dir_okay=False), callback=_checked_plot, help="Draw to FILE: .svg, .png, .pdf."
+        "--plot",
+        type=click.Path(dir_okay=False),
+        multiple=True,
+        callback=_checked_plots,
+        help="Draw to FILE: .svg, .png, .pdf. Repeat for several.",
     )
     return with_options(*model_options(), plot, *output_options())(checked_first(command, weights=False))
 
@@ -208,22 +212,27 @@ def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **m
     return subject
 
 
-def _checked_plot(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    if value is not None and Path(value).suffix.lower() not in PLOT_ENDINGS:
-        raise click.BadParameter(f"{value!r} must end in one of {', '.join(PLOT_ENDINGS)}", ctx, param)
-    return checked_parent(ctx, param, value)
+def _checked_plots(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if Path(value).suffix.lower() not in PLOT_ENDINGS:
+            raise click.BadParameter(f"{value!r} must end in one of {', '.join(PLOT_ENDINGS)}", ctx, param)
+        checked_parent(ctx, param, value)
+    return values
 
 
 def checked_parent(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """A click callback: a usage error unless the file can be written and ``--out`` and ``--plot`` differ."""
+    if value is None:
+        return value
     if value == "":
         raise click.BadParameter("a file name is needed", ctx, param)
-    other = ctx.params.get("out" if param.name == "plot" else "plot")
-    if value is not None and other is not None and Path(value).resolve() == Path(other).resolve():
+    others = [ctx.params.get("out")] if param.name == "plot" else ctx.params.get("plot") or ()
+    if any(other and Path(value).resolve() == Path(other).resolve() for other in others):
         raise click.BadParameter(f"--out and --plot would write the same file {value!r}", ctx, param)
     # before the work, not after it
-    if value is not None and not Path(value).parent.is_dir():
-        raise click.BadParameter(f"directory {str(Path(value).parent)!r} does not exist", ctx, param)
-    if value is not None and not os.access(Path(value).parent, os.W_OK):
-        raise click.BadParameter(f"directory {str(Path(value).parent)!r} cannot be written to", ctx, param)
+    directory = Path(value).parent
+    if not directory.is_dir():
+        raise click.BadParameter(f"directory {str(directory)!r} does not exist: make it first", ctx, param)
+    if not os.access(directory, os.W_OK):
+        raise click.BadParameter(f"directory {str(directory)!r} cannot be written to", ctx, param)
     return value

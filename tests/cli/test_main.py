@@ -53,7 +53,10 @@ def test_unknown_commands_and_options_are_usage_errors(run):
     ("arguments", "says"),
     [
         (["--plot", "mass.jpg"], "must end in one of .svg, .png, .pdf"),
-        (["--plot", "nosuch/mass.png"], "directory 'nosuch' does not exist"),
+        (["--plot", "nosuch/mass.png"], "directory 'nosuch' does not exist: make it first"),
+        (["--plot", "mass.png", "--plot", "nosuch/mass.svg"], "directory 'nosuch' does not exist: make it first"),
+        (["--plot", "a.svg", "--plot", "mass.png", "--out", "mass.png"], "would write the same file 'mass.png'"),
+        (["--out", "mass.png", "--plot", "a.svg", "--plot", "mass.png"], "would write the same file 'mass.png'"),
         (["--out", "nosuch/mass.json"], "directory 'nosuch' does not exist"),
         (["--epsilon", "1.5"], "0<=x<=1"),
     ],
@@ -155,6 +158,14 @@ def test_out_and_plot_write_whole_files(run, gpt2_random, tmp_path):
     assert plot.read_text().rstrip().endswith("</svg>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sinks.csv", "sinks.svg"]
     assert done.stdout == ""
+
+
+def test_several_pictures_at_once(run, gpt2_random, tmp_path):
+    paths = [tmp_path / f"sinks.{ending}" for ending in ("svg", "png", "pdf")]
+    plots = [word for path in paths for word in ("--plot", path)]
+    done = run("sinks", gpt2_random, "--tokens", 80, "--quiet", *plots)
+    assert done.returncode == 0
+    assert [path.read_bytes()[:4] for path in paths] == [b"<?xm", b"\x89PNG", b"%PDF"]
 
 
 def test_control_repeat_and_random_say_what_was_read(run, gpt2_random):
