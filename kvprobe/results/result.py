@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -68,13 +69,26 @@ class Result:
         return text if text.replace("\n", "").isprintable() else "".join(map(_json_escaped, text))
 
     def to_csv(self) -> str:
-        """The rows with a header; an empty cell is a null, and texts are as in :mod:`kvprobe.results.textcells`."""
+        """The rows with a header; an empty cell is a null, and texts are as in :mod:`kvprobe.results.textcells`.
+
+        A field that is a list has a column an entry, ``NAME_0``, ``NAME_1``, …, as many as the longest list.
+
+        >>> print(Result("sinks", [{"layer": 0, "head_mass": [0.25, 0.5]}]).to_csv(), end="")
+        layer,head_mass_0,head_mass_1
+        0,0.25,0.5
+        """
+        lists = {name for row in self.rows for name, value in row.items() if isinstance(value, list | tuple | dict)}
+        # null in place of a list has empty cells, and no column of its own
+        cells = [
+            {name: dict(_cells(name, [] if value is None and name in lists else value)) for name, value in row.items()}
+            for row in self.rows
+        ]
+        columns = {cell: None for name in self.rows[0] for row in cells for cell in row[name]}
         text = io.StringIO()
-        writer = csv.DictWriter(text, fieldnames=list(self.rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(text, fieldnames=list(columns), lineterminator="\n")
         writer.writeheader()
-        for row in self.rows:
-            cells = {name: to_cell(value) if isinstance(value, str) else value for name, value in row.items()}
-            writer.writerow(cells)
+        for row in cells:
+            writer.writerow({cell: value for parts in row.values() for cell, value in parts.items()})
         return text.getvalue()
 
     @staticmethod
@@ -152,6 +166,15 @@ class Result:
         columns = [Column(name, name) for name in self.rows[0]]
         caption = said(f"{self.analysis}, {self.run.get('model', 'no model')}{more}", self.run)
         return table(columns, some, caption=caption)
+
+
+def _cells(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The cells of one field: its own, or one for each entry of a list or a record."""
+    if isinstance(value, list | tuple | dict):
+        for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _cells(f"{name}_{part}", inner)
+    else:
+        yield name, to_cell(value) if isinstance(value, str) else value
 
 
 def _json_escaped(character: str) -> str:

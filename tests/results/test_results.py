@@ -22,6 +22,13 @@ def test_json_holds_everything_and_reads_back():
     assert list(json.loads(result().to_json())) == ["analysis", "rows", "run"]
 
 
+def test_csv_has_a_column_for_each_entry_of_a_list():
+    rows = [{"layer": 0, "head_mass": [0.5], "window": None}, {"layer": 1, "head_mass": [0.25, 1.0], "window": 8}]
+    assert result(rows=rows).to_csv() == "layer,head_mass_0,head_mass_1,window\n0,0.5,,\n1,0.25,1.0,8\n"
+    assert result(rows=[{"ids": None, "n": 0}, {"ids": [7], "n": 1}]).to_csv() == "ids_0,n\n,0\n7,1\n"
+    assert result(rows=[{"of": {"k": [1, 2], "v": "=x"}}]).to_csv() == "of_k_0,of_k_1,of_v\n1,2,'=x\n"
+
+
 def test_csv_has_a_header_and_an_empty_cell_for_null():
     assert result().to_csv() == "layer,mass,window\n0,0.25,\n1,0.5,8\n"
 
