@@ -8,6 +8,7 @@ import click
 
 from kvprobe.cli.options import (
     COUNT,
+    Choice,
     Command,
     CountFrom,
     Finite,
@@ -147,7 +148,7 @@ def _option(name: str, about: Setting, default: Any) -> Callable[[Any], Any]:
 
 def _type(about: Setting) -> Any:
     if about.choices:
-        return click.Choice([*about.choices])
+        return Choice([*about.choices])
     if about.kind is float:
         return Finite(about.least, about.most, min_open=about.above)
     if about.kind is int:

@@ -19,7 +19,7 @@ import click
 import kvprobe.cli.commands
 from kvprobe import __version__
 from kvprobe.cli.process import tune_process
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, did_you_mean
 from kvprobe.results.visible import visible
 
 # in the order in which --help lists them; experiments that are not listed follow
@@ -62,6 +62,15 @@ class LazyGroup(click.Group):
         from kvprobe.experiments import registry
 
         return command_of(registry.experiment(cmd_name))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that was asked for; a usage error for an unknown one, naming the closest."""
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            ctx.fail(f"no such command {args[0]!r}: {did_you_mean(args[0], known)}`kvprobe --help` lists the commands")
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

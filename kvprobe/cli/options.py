@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from kvprobe.errors import did_you_mean
 from kvprobe.progress import Progress
 
 if TYPE_CHECKING:
@@ -53,6 +54,15 @@ class Finite(click.FloatRange):
         return number
 
 
+class Choice(click.Choice[str]):
+    """One of some words; a word that is close to one is told it."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """As click says it, with what was probably meant."""
+        meant = did_you_mean(str(value), self.choices).rstrip()
+        return f"{super().get_invalid_choice_message(value, ctx)} {meant}".rstrip()
+
+
 def with_options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
     """Decorates a command with ``options``, in the order in which ``--help`` lists them."""
 
@@ -72,7 +82,7 @@ def model_options() -> tuple[Callable[[Any], Any], ...]:
         ),
         click.option(
             "--dtype",
-            type=click.Choice(["float32", "bfloat16", "float16"]),
+            type=Choice(["float32", "bfloat16", "float16"]),
             default="float32",
             show_default=True,
             help="Weights and activations. Published numbers are float32.",
@@ -93,7 +103,7 @@ def output_options() -> tuple[Callable[[Any], Any], ...]:
         click.option(
             "--format",
             "format_",
-            type=click.Choice(["table", "json", "csv"]),
+            type=Choice(["table", "json", "csv"]),
             default="table",
             show_default=True,
             help="json: exactly one document, rows and run record.",
@@ -131,7 +141,7 @@ def text_options(*, tokens: int | None = 1024, unless: str = "") -> tuple[Callab
         ),
         click.option(
             "--bos",
-            type=click.Choice(["auto", "add", "drop"]),
+            type=Choice(["auto", "add", "drop"]),
             default="auto",
             show_default=True,
             help="Begin-of-sequence token: as the tokenizer does by itself, always, or only if the text has one.",
@@ -188,7 +198,7 @@ def engine_option(command: Command) -> Command:
     """Add ``--engine``."""
     return click.option(
         "--engine",
-        type=click.Choice(["auto", "numba", "torch"]),
+        type=Choice(["auto", "numba", "torch"]),
         default="auto",
         show_default=True,
         help="What reads prompts and decodes: compiled code (numba), the readable decoder (torch), or auto: compiled "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.errors import KvprobeError, UnsupportedModelError, did_you_mean
 from kvprobe.experiments.experiment import Experiment, setting
 from kvprobe.progress import Progress, silent
 from kvprobe.results.html import Column, amount, hundredths
@@ -204,8 +204,9 @@ def find_shape(model: str, *, progress: Progress = silent) -> KnownShape:
     except UnsupportedModelError:
         raise
     except KvprobeError as error:
-        known = ", ".join(published.published())
-        raise KvprobeError(f"{error}; without a network, `kvprobe cache` knows {known}") from error
+        known = published.published()
+        meant = did_you_mean(model, known)
+        raise KvprobeError(f"{error}; {meant}without a network, `kvprobe cache` knows {', '.join(known)}") from error
     return KnownShape(spec, {"model": files.name, "revision": files.revision, "source": files.source}, dtype)
 
 

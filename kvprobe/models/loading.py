@@ -1,6 +1,5 @@
 """Which model does a name mean, and how is it loaded: pulled, a directory, a GGUF file, or a hub repository?"""
 
-import difflib
 import hashlib
 import json
 import os
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, did_you_mean
 from kvprobe.files.jsonfile import read_object
 from kvprobe.files.store import MANIFEST, home, read_manifest, verify
 from kvprobe.models import arrivals, checkpoint_checks, headers, hub, pull
@@ -307,8 +306,7 @@ def _here(name: str = "") -> str:
     rows = [row for row in available() if row["kind"] == "model"]
     ready = [row["name"] for row in rows if row["state"] in ("pulled", "hub cache")]
     offered = [row["name"] for row in rows if row["state"] == "not pulled"]
-    near = difflib.get_close_matches(name, ready + offered, n=1)
-    meant = f"did you mean {near[0]}? " if near else "MODEL defaults to gpt2; " if name == "gpt2" else ""
+    meant = did_you_mean(name, ready + offered) or ("MODEL defaults to gpt2; " if name == "gpt2" else "")
     can = f"{meant}available here: {', '.join(ready)}" if ready else f"{meant}no model is on this machine yet"
     return can + (f"; `kvprobe pull NAME` fetches {' or '.join(offered)}" if offered else "")
 

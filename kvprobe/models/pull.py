@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, did_you_mean
 from kvprobe.files.store import (
     MANIFEST,
     atomic_dir,
@@ -167,7 +167,8 @@ def pull(name: str, *, progress: Progress = silent) -> Path:
     """
     item = CATALOGUE.get(name)
     if item is None:
-        raise KvprobeError(f"kvprobe pull does not know {name!r}; it knows {', '.join(CATALOGUE)}")
+        meant = did_you_mean(name, CATALOGUE)
+        raise KvprobeError(f"kvprobe pull does not know {name!r}; {meant}it knows {', '.join(CATALOGUE)}")
     target = place(name)
     if read_manifest(target) is not None:
         if (wrong := verify(target, progress=progress)) is None:

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, did_you_mean
 from kvprobe.progress import Progress, silent
 
 BUNDLED_SHA256 = "72555202e7c2c0f1c15bda2728a389669f762087f929391c6705c60c3800d3a2"
@@ -155,7 +155,7 @@ def _bytes_left(source: BinaryIO) -> int | None:
 def _unread(path: str, error: OSError) -> KvprobeError:
     known = f"or use a built-in text: {', '.join(TEXTS)}"
     if isinstance(error, FileNotFoundError):
-        return KvprobeError(f"no text named {path!r}: no such file; check the path, {known}")
+        return KvprobeError(f"no text named {path!r}: no such file; {did_you_mean(path, TEXTS)}check the path, {known}")
     if isinstance(error, IsADirectoryError):
         return KvprobeError(f"{path!r} is a directory; name one UTF-8 file in it, {known}")
     return KvprobeError(f"cannot read {path!r} ({error.strerror}); fix that, {known}")

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvprobe.cli import main
+from kvprobe.models import hub
 from support.hub import COMMIT, Hub
 
 
@@ -47,6 +48,31 @@ def test_unknown_commands_and_options_are_usage_errors(run):
         done = run(*arguments)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["snks"], 2, "no such command 'snks': did you mean sinks? `kvprobe --help` lists the commands"),
+        (["zzz"], 2, "no such command 'zzz': `kvprobe --help` lists the commands"),
+        (["sinks", "--tokns", "8"], 2, "--tokens"),
+        (["sinks", "--format", "jsn"], 2, "'jsn' is not one of 'table', 'json', 'csv'. did you mean json?"),
+        (["window", "--positions", "absolut"], 2, "did you mean absolute?"),
+        (["sinks", "--text", "time-machin"], 1, "did you mean time-machine? check the path"),
+        (["sinks", "./smollm2-135m"], 1, "there is no directory ./smollm2-135m; "),
+        (["cache", "llama2-70b"], 1, "did you mean llama-2-70b? without a network"),
+        (["sinks", "smolm2-135m"], 1, "did you mean smollm2-135m?"),
+        (["pull", "smolm2-135m"], 1, "did you mean smollm2-135m?"),
+    ],
+)
+def test_what_is_close_to_a_name_is_told_it(run, gpt2_random, monkeypatch, arguments, status, says):
+    def fetch(repo, **_):
+        raise LookupError("the hub could not be reached")
+
+    monkeypatch.setattr(hub, "fetch", fetch)
+    done = run(*arguments, *([gpt2_random] if "--text" in arguments else []))
+    assert (done.returncode, done.stdout) == (status, "")
+    assert says in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
