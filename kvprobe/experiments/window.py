@@ -130,6 +130,8 @@ class Window(Experiment):
         """What the rows support, in one plain sentence: the smallest window, without and with sinks."""
         cells = [row for row in result.rows if row["window"] is not None]
         smallest = min(row["window"] for row in cells)
+        if smallest >= result.run["n_tokens"]:
+            return f"{passage_of(result.run)}: {_cuts_nothing(result)}"
         cells = [row for row in cells if row["window"] == smallest]
         few, many = (pick(cells, key=lambda row: row["n_sink"]) for pick in (min, max))
         said = f"{passage_of(result.run)}: with the last {smallest:,} tokens ({result.run['positions']} positions) and "
@@ -194,6 +196,8 @@ def _summary(result: Result) -> list[str]:
         f"{passage_of(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on; a window counts the "
         "query, sinks are in addition",
     ]
+    if nothing := _cuts_nothing(result):
+        lines.append(nothing)
     if run.get("stream"):
         lines.append(
             "streamed once through a rolling cache; loss is the mean up to at_token, stretch_loss since the row before"
@@ -204,6 +208,16 @@ def _summary(result: Result) -> list[str]:
         dropped = any(row["sink_logits_dropped"] for row in result.rows)
         lines.append(f"the model has learned sink logits{', dropped in every row but the first' if dropped else ''}")
     return lines
+
+
+def _cuts_nothing(result: Result) -> str:
+    """The windows that hold the whole passage, in a sentence; empty if there are none."""
+    n_tokens = result.run["n_tokens"]
+    whole = sorted({row["window"] for row in result.rows if row["window"] is not None and row["window"] >= n_tokens})
+    if not whole:
+        return ""
+    sizes = " and ".join(f"{window:,}" for window in whole)
+    return f"a window of {sizes} tokens cuts nothing: the passage has {n_tokens:,}"
 
 
 def _sinks(n_sink: int) -> str:

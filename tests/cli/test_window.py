@@ -85,6 +85,12 @@ def test_what_the_user_can_mend_is_one_line(run, gpt2_random, arguments, says):
     assert done.stdout == ""
 
 
+def test_a_window_no_smaller_than_the_passage_is_said_to_cut_nothing(run, tiny_llama):
+    done = run(tiny_llama, "--tokens", 48, "--window", 47, "--window", 48, "--window", 64, "--sinks", 0)
+    assert done.stdout.splitlines()[-1] == "a window of 48 and 64 tokens cuts nothing: the passage has 48"
+    assert "cuts nothing" not in run(tiny_llama, "--tokens", 48, "--window", 47, "--sinks", 0).stdout
+
+
 def test_the_picture_is_written(run, tiny_llama, tmp_path):
     done = run(tiny_llama, "--tokens", 48, "--window", 8, "--plot", tmp_path / "window.svg", "--quiet")
     assert done.returncode == 0, done.stderr

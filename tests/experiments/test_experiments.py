@@ -146,6 +146,14 @@ def test_the_window_sentence_is_of_the_smallest_window():
     assert "; with 4 sinks it rises by 0.500" in said
 
 
+@pytest.mark.parametrize(("window", "cuts"), [(1023, True), (1024, False), (4096, False)])
+def test_a_window_that_cuts_nothing_is_not_said_to_differ_in_nothing(window, cuts):
+    same = {"n_sink": 0, "delta": 0.0, "delta_low": 0.0, "delta_high": 0.0}
+    said = Window.sentence(Result("window", [{"window": None, **same}, {"window": window, **same}], RUN))
+    assert ("does not differ measurably" in said) is cuts
+    assert (f"a window of {window:,} tokens cuts nothing: the passage has 1,024" in said) is not cuts
+
+
 def test_the_latency_sentence_is_of_the_longest_context():
     def row(phase, context, ms):
         more = {"bound": "bandwidth", "fraction_of_ceiling": 0.5, "batch": 1}
