@@ -278,3 +278,14 @@ def test_head_counts_that_do_not_divide_are_refused_before_a_text_is_read(run, m
     assert (done.returncode, done.stdout) == (1, "")
     said = "--kv-heads: 8 query heads cannot share 3 key/value heads evenly: use 8, 4, 2, 1"
     assert done.stderr == f"kvprobe: {said}\n"
+
+
+def test_quick_needs_no_network_and_no_text_of_the_users(run, monkeypatch):
+    def connect(*_, **__):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("socket.socket.connect", connect)
+    found = document(run("--quick", "--kv-heads", 1, "--seeds", 1, "--format", "json", "--quiet"))
+    assert found["run"]["corpus"] == "time-machine"
+    # what hours of the published training read too
+    assert found["run"]["corpus_sha256"] == "4149e15a170aa94068969282e8b2cee7aaab0d889bf1c0d684378177040267dd"
