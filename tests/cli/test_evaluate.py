@@ -16,10 +16,11 @@ def last(call):
     print("layer", call.layer)
     return call.attend(keep=call.last(N))
 
+def find():
+    raise KeyError("nothing there")
+
 def raises(call):
-    if call.layer == 1:
-        raise KeyError("nothing there")
-    return call.attend()
+    return find() if call.layer == 1 else call.attend()
 
 def odd(call):
     return call.query[:, :1]
@@ -77,9 +78,9 @@ def test_the_table_ends_in_the_finding(main, tiny_llama, mine):
         ("nowhere.py:last", "there is no file 'nowhere.py' with a function last: give FILE.py:NAME"),
         ("mine.py", "'mine.py' is not FILE.py:NAME"),
         ("mine.py:", "'mine.py:' is not FILE.py:NAME"),
-        ("mine.py:first", "mine.py has no 'first'; its functions: last, raises, odd"),
+        ("mine.py:first", "mine.py has no 'first'; its functions: last, find, raises, odd"),
         ("mine.py:number", "mine.py:number must be a function of one call, not int"),
-        ("mine.py:raises", "mine.py:raises failed in layer 1: KeyError: 'nothing there' (mine.py, line 10)"),
+        ("mine.py:raises", "mine.py:raises failed in layer 1: KeyError: 'nothing there' (mine.py, line 9)"),
         ("mine.py:odd", "mine.py:odd returned [1, 1, 64, 8] in layer 0, needs [batch, n_heads, q_len, v_head_dim] = "),
         ("broken.py:last", "broken.py cannot be run: SyntaxError: invalid syntax (broken.py, line 2)"),
         ("ends.py:last", "ends.py cannot be run: SystemExit: 3 (ends.py, line 1)"),
