@@ -7,7 +7,7 @@ it is used. The measurements of the command line are in :mod:`kvprobe.experiment
 # first: if this is the command, Ctrl-C is handled before anything slow is imported
 from kvprobe import interrupts as _interrupts  # noqa: F401, I001
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
     from kvprobe.attention.call import AttentionCall
     from kvprobe.attention.capture import Captured
+    from kvprobe.generation.texts import TextGeneration
     from kvprobe.models.loading import Loaded
     from kvprobe.models.subject import Subject
     from kvprobe.results.result import Result
     from kvprobe.text.texts import Text
 
 __version__ = "0.1.0"
-__all__ = ["Result", "attending", "capture", "evaluate", "load", "prepare", "token0_mass"]
+__all__ = ["Result", "attending", "capture", "evaluate", "generate", "load", "prepare", "token0_mass"]
 
 
 def load(name: str, *, dtype: str = "float32", device: str | None = None, progress: Progress = silent) -> "Loaded":
@@ -158,6 +159,55 @@ def evaluate(
     from kvprobe.experiments import evaluate as evaluating
 
     return evaluating.evaluate(subject, attend, score_from=score_from, seed=seed, progress=progress)
+
+
+def generate(
+    model: Any,
+    prompts: str | Sequence[str],
+    *,
+    tokenizer: Any = None,
+    max_new_tokens: int = 128,
+    chat: bool = False,
+    system: str | None = None,
+    stop: Sequence[str] = (),
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    bos: Literal["auto", "add", "drop"] = "auto",
+    progress: Progress = silent,
+    **settings: Any,
+) -> "TextGeneration":
+    """What a model writes after each of ``prompts``, by kvprobe's own decoder and KV cache, as one batch.
+
+    With ``chat`` each prompt is a message to an instruct model. See :func:`kvprobe.generation.texts.generate`.
+
+    >>> import kvprobe
+    >>> questions = ["What is the capital of France?", "What is the capital of Japan?"]
+    >>> answers = kvprobe.generate("smollm2-135m", questions, chat=True, max_new_tokens=16)
+    >>> answers.texts[0]
+    'The capital of France is Paris.'
+    >>> answers.stopped_by
+    ('eos', 'eos')
+    """
+    from kvprobe.generation import texts
+
+    return texts.generate(
+        model,
+        prompts,
+        tokenizer=tokenizer,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        system=system,
+        stop=stop,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        bos=bos,
+        progress=progress,
+        **settings,
+    )
 
 
 def token0_mass(model: "nn.Module", input_ids: "Tensor", queries_from: int = 64) -> "Tensor":

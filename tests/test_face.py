@@ -11,6 +11,7 @@ import pytest
 import kvprobe
 from kvprobe.attention import capture, seam
 from kvprobe.experiments import evaluate
+from kvprobe.generation import texts
 from kvprobe.models import loading, subject
 from kvprobe.probes import mass
 from kvprobe.results import result
@@ -20,6 +21,7 @@ ORIGINALS = {
     "attending": seam.attending,
     "capture": capture.capture,
     "evaluate": evaluate.evaluate,
+    "generate": texts.generate,
     "load": loading.load,
     "prepare": subject.prepare,
     "token0_mass": mass.token0_mass,

@@ -8,7 +8,7 @@ Prefill reads the prompt and gives the first token; decode takes one token and g
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -195,24 +195,6 @@ def generate(
         cache = decoder.full_cache(needed, batch=len(prompts))
     steps = stream(decoder, prompts, max_new_tokens=max_new_tokens, cache=cache, naive=naive, **settings)
     return Generation.of(steps, cache)
-
-
-def pieces(tokens: Iterable[int], spell: Callable[[list[int]], str]) -> Iterator[str]:
-    """The text of ``tokens`` as they come: what each adds, held back while a character is incomplete.
-
-    ``spell`` is the tokenizer's decode. The pieces together are the text of all tokens.
-    """
-    seen: list[int] = []
-    context = spelled = 0
-    for token in tokens:
-        seen.append(token)
-        # with the piece before as context: a tokenizer may treat the first token it is given specially
-        before, after = spell(seen[context:spelled]), spell(seen[context:])
-        if len(after) > len(before) and not after.endswith("\ufffd"):
-            context, spelled = spelled, len(seen)
-            yield after[len(before) :]
-    if rest := spell(seen[context:])[len(spell(seen[context:spelled])) :]:
-        yield rest
 
 
 def tokens_fed(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:

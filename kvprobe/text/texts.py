@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -87,6 +88,25 @@ def read_text(name: str | None = None, *, n_bytes: int | None = None, progress: 
             return Text(Path(name).name.encode(errors="backslashreplace").decode(), *_read(source, name, n_bytes))
     except OSError as error:
         raise _unread(name, error) from None
+
+
+def read_exact(name: str, *, most: int, shown: str) -> str:
+    """All of a UTF-8 file, or of standard input (``-``), to the byte: line ends and byte-order marks stay as they are.
+
+    Errors call it ``shown``. Raises KvprobeError if it cannot be read, is not UTF-8 (with the byte offset), or has more
+    than ``most`` bytes.
+    """
+    if name == "-" and sys.stdin is None:
+        raise KvprobeError("standard input is closed: pipe a text in, or name a file")
+    try:
+        with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as source:
+            data = source.read(most + 1)
+    except OSError as error:
+        raise KvprobeError(f"cannot read {shown} ({error.strerror}): check the path") from None
+    if len(data) > most:
+        raise KvprobeError(f"{shown} has more than {most:,} bytes: give a shorter text")
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    return _decoded(decoder, data, len(data), shown) + _decoded(decoder, b"", len(data), shown)
 
 
 def check_utf8(shown: str, text: str) -> None:

@@ -135,11 +135,11 @@ def test_a_window_by_slot_goes_on_beyond_the_models_positions(run, llama_random,
     for options in ((), ("--window", 8, "--positions", "absolute")):
         done = run(*long, *options)
         assert done.code == 1
-        assert "more than the model's 256 positions" in done.err
+        assert "more than the 256 positions of endless" in done.err
 
 
 def test_the_prompt_may_come_from_standard_input_and_the_text_go_to_a_file(run, gpt2_random, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The time\n")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The time")))
     done = run(gpt2_random, "-", "--max-new-tokens", 4, "--out", tmp_path / "text.txt")
     assert (done.code, done.out) == (0, "")
     assert (tmp_path / "text.txt").read_text() == run(gpt2_random, "The time", "--max-new-tokens", 4).out
@@ -148,12 +148,19 @@ def test_the_prompt_may_come_from_standard_input_and_the_text_go_to_a_file(run, 
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (["--top-p", "2"], 1, "top_p must be above 0 and at most 1, got 2.0"),
-        (["--temperature", "-1"], 1, "temperature must be 0 (greedy) or at least 0.0001 and finite, got -1.0"),
-        (["--max-new-tokens", "0"], 1, "max_new_tokens must be at least 1, got 0"),
-        (["--max-new-tokens", "300"], 1, "301 tokens are more than the model's 256 positions"),
-        (["--window", "0"], 1, "window must be at least 1 (the query itself), got 0"),
-        (["--window", "8", "--positions", "cache"], 1, "learned ones are added to the hidden state"),
+        (["--top-p", "2"], 2, "'--top-p': 2.0 is not in the range 0<x<=1"),
+        (["--top-k", "0"], 2, "'--top-k': 0 is not in the range x>=1"),
+        (["--temperature", "-1"], 2, "'--temperature': -1.0 is not in the range x>=0"),
+        (["--temperature", "1e-9"], 2, "--temperature must be 0 (greedy) or at least 0.0001, got 1e-09"),
+        (["--max-new-tokens", "0"], 2, "'--max-new-tokens': 0 is not in the range x>=1"),
+        (["--max-new-tokens", "300"], 1, "--max-new-tokens 300 are more than the 256 positions of gpt2-random"),
+        (["--window", "0"], 2, "'--window': 0 is not in the range x>=1"),
+        (["--window", "8", "--sinks", "-1"], 2, "'--sinks': -1 is not in the range x>=0"),
+        (
+            ["--window", "8", "--positions", "cache"],
+            1,
+            "--positions cache needs rotary positions",
+        ),
         (["--sinks", "4"], 2, "give it too"),
         (["--window", "8", "--no-cache"], 2, "give only one of them"),
         (["more", "words"], 2, "put the prompt in quotes"),

@@ -11,7 +11,7 @@ from transformers import (
 
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError
-from kvprobe.generation.generate import Generation, Sampling, generate, left_padded, pieces, stream
+from kvprobe.generation.generate import Generation, Sampling, generate, left_padded, stream
 from support.decoders import FAMILIES, decode, prefill, rope_decoder
 from support.tiny import tiny_ids, tiny_model
 
@@ -184,17 +184,6 @@ def test_tokens_come_one_at_a_time():
         fed.append(cache.length)
     # the last token is given and never fed
     assert fed == [10, 11, 12, 13, 14]
-
-
-def test_pieces_are_the_text_and_no_half_character_is_shown():
-    # a tokenizer of single bytes, which drops a space at the beginning, as SentencePiece does
-    def spell(tokens):
-        return bytes(tokens).decode(errors="replace").removeprefix(" ")
-
-    text = "a né€ 🙂 b"
-    got = list(pieces(text.encode(), spell))
-    assert got == list(text)
-    assert list(pieces(text.encode()[:-3], spell)) == [*text[:-3], "\ufffd"]
 
 
 def test_a_used_cache_begins_again():

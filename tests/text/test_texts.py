@@ -181,7 +181,7 @@ def test_a_word_of_the_command_line_that_is_not_utf8_is_named_with_its_byte():
 def test_a_prompt_that_is_not_utf8_or_has_no_end_is_one_line(main, gpt2_random, endless):
     for prompt, says in (
         (os.fsdecode(b"\xff"), "the prompt is not UTF-8: byte 0xff at offset 0; convert it to UTF-8 first"),
-        ("-", "the prompt on standard input is cut: 16,777,216 bytes of a longer stream; give at most"),
+        ("-", "standard input has more than 16,777,216 bytes: give a shorter text"),
     ):
         done = main("generate", gpt2_random, prompt)
         assert (done.returncode, done.stdout) == (1, "")
