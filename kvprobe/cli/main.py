@@ -18,6 +18,7 @@ import click
 
 import kvprobe.cli.commands
 from kvprobe import __version__
+from kvprobe.cli.completion import completing
 from kvprobe.cli.process import tune_process
 from kvprobe.errors import KvprobeError, did_you_mean
 from kvprobe.results.visible import visible
@@ -56,12 +57,11 @@ class LazyGroup(click.Group):
         if cmd_name not in self.list_commands(ctx):
             return None
         if cmd_name in {module.name for module in pkgutil.iter_modules(kvprobe.cli.commands.__path__)}:
-            command: click.Command = import_module(f"kvprobe.cli.commands.{cmd_name}").command
-            return command
+            return completing(import_module(f"kvprobe.cli.commands.{cmd_name}").command)
         from kvprobe.cli.experiment import command_of
         from kvprobe.experiments import registry
 
-        return command_of(registry.experiment(cmd_name))
+        return completing(command_of(registry.experiment(cmd_name)))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
