@@ -23,7 +23,9 @@ def test_a_chat_is_the_system_message_the_prompt_and_the_beginning_of_an_answer(
     assert in_template(chatty, "Hi", system="Be brief.") == "<system>Be brief.</system><user>Hi</user><assistant>"
 
 
-def test_a_chat_gets_no_second_bos(gpt2_random, tmp_path):
+def test_a_chat_has_the_templates_bos_and_no_other(chatty, gpt2_random, tmp_path):
+    written = chatty.tokenizer("<user>Hi</user><assistant>")["input_ids"]
+    assert encoded(chatty, "Hi", chat=True, bos="add").ids.tolist() == written
     loaded = kvprobe.load(str(with_template(gpt2_random, tmp_path / "bos", "{{ bos_token }}{{ messages[0].content }}")))
     ids = encoded(loaded, "The time", chat=True).ids.tolist()
     assert ids == [50256, *loaded.tokenizer("The time")["input_ids"]]

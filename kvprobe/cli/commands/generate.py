@@ -82,7 +82,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
       kvprobe generate smollm2-135m --chat "What is the capital of France?"
       kvprobe generate smollm2-135m --chat --system "Answer in one word." "What is the capital of France?"
       kvprobe generate smollm2-135m --chat --prompt "Who was Ada Lovelace?" --prompt "What is a prime?"   a batch
-      kvprobe generate smollm2-135m --prompt-file long.txt --window 1024   longer than the model's positions
+      kvprobe generate smollm2-135m --prompt-file long.txt --window 512   longer than the model's positions
       kvprobe generate smollm2-135m "Once upon a time" --stop "The end" --temperature 0.8 --top-p 0.95 --seed 1
       kvprobe generate smollm2-135m "Once upon a time" --no-cache   what the cache saves
     """
@@ -301,7 +301,7 @@ def _check_length(loaded: "Loaded", decoder: "Decoder", needed: int, options: di
     n_prompt = needed - new + 1
     hints = [f"--max-new-tokens {limit - n_prompt + 1}"] if n_prompt <= limit else ["a shorter prompt"]
     if decoder.config.rotary is not None and not options["no_cache"]:
-        hints.append("--positions cache" if options["window"] else "--window 1024 (only the last tokens are kept)")
+        hints.append("--positions cache" if options["window"] else "--window 512 (only the last tokens are kept)")
     raise KvprobeError(
         f"{n_prompt:,} tokens of the prompt and --max-new-tokens {new} are more than the {limit:,} positions of "
         f"{loaded.name}: give {' or '.join(hints)}"
