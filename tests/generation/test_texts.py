@@ -83,6 +83,19 @@ def test_a_window_reads_on_beyond_the_models_positions(tiny_llama):
     assert made.token_ids != generate(str(tiny_llama), "a" * 300, max_new_tokens=8, window=16, n_sink=0).token_ids
 
 
+def test_a_batch_with_a_window_is_each_prompt_alone(tiny_llama):
+    loaded = kvprobe.load(str(tiny_llama))
+    settings = {"max_new_tokens": 20, "window": 6, "n_sink": 2}
+    made = generate(loaded, PROMPTS, **settings)
+    assert made.token_ids == tuple(generate(loaded, prompt, **settings).token_ids[0] for prompt in PROMPTS)
+    assert made.token_ids != generate(loaded, PROMPTS, max_new_tokens=20).token_ids
+    assert made.token_ids == generate(loaded, PROMPTS, **settings, cache="rolling").token_ids
+    with pytest.raises(ValueError, match="a window needs a rolling cache, not 'full'"):
+        generate(loaded, PROMPTS, **settings, cache="full")
+    with pytest.raises(ValueError, match="unknown kind of cache 'nosuch'"):
+        generate(loaded, PROMPTS, cache="nosuch")
+
+
 def test_a_chat_is_the_templates_text_continued(gpt2_random, tmp_path):
     loaded = kvprobe.load(str(with_template(gpt2_random, tmp_path / "chatty")))
     written = "<system>Be brief.</system><user>Hi</user><assistant>"
