@@ -13,7 +13,7 @@ from kvprobe.bench.storages import measure
 from kvprobe.caches.layer import KVCache, Place
 from kvprobe.caches.registry import build
 from kvprobe.errors import UnsupportedModelError
-from kvprobe.memory import check_memory
+from kvprobe.memory import HINT, check_memory
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
@@ -63,7 +63,9 @@ def rows(
         check_memory(f"a cache of {context:,} tokens, batch {batch}", need, loaded.device)
         for kind in kinds if spec.keeps_plain_kv else ():
             own = batch * _build(loaded, kind, context, min(1, batch), window, n_sink, device="meta").formula_bytes
-            check_memory(f"a {kind} cache", own, loaded.device, hint="a smaller --window or --context")
+            slots = window + n_sink if kind == "rolling" else context
+            hint = "a smaller --window" if kind == "rolling" else HINT
+            check_memory(f"a {kind} cache of {slots:,} tokens", own, loaded.device, hint=hint)
     table = []
     for context in contexts:
         generator = torch.Generator().manual_seed(seed)

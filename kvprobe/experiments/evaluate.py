@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.experiments.experiment import Experiment, seed, setting
+from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress, silent
 from kvprobe.results.html import Column, percent, tenths, thousandths
 from kvprobe.results.phrases import change_of, interval_of, passage_of, signed
@@ -61,7 +61,7 @@ class Evaluate(Experiment):
     )
 
     attend: tuple[Any, ...] = setting(
-        (), "FILE.py:NAME, a function in a file, which is run. Repeat for several.", kind=str
+        (), "FILE.py:NAME, a function in a file, which is run. Repeat for several.", kind=str, loose=True
     )
     score_from: int | None = setting(
         None, "The token after this one is the first target.", kind=int, shown="half of --tokens"
@@ -76,9 +76,9 @@ class Evaluate(Experiment):
         functions = tuple(named(attend) for attend in self.attend)
         twice = [name for name, count in Counter(function.name for function in functions).items() if count > 1]
         if twice:
-            raise ValueError(f"two functions are called {twice[0]}: give each a name of its own")
+            raise SettingError("{attend}: two functions are called {0}: give each a name of its own", twice[0])
         if not functions:
-            raise ValueError("attend needs at least one function of a call, or FILE.py:NAME")
+            raise SettingError("{attend} needs at least one function of a call, or FILE.py:NAME")
         object.__setattr__(self, "attend", functions)
 
     def settings(self) -> dict[str, Any]:

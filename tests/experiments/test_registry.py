@@ -52,11 +52,11 @@ RECORDS = {
     "window": f"{PASSAGE} {LOSSES} windows sinks positions sink_choice drop_sink_logits",
     "relief": f"{PASSAGE} {LOSSES} windows n_sink ranks bases bits",
     "cache": f"{RUN} model revision source family support shape spec n_parameters max_positions contexts batch dtype "
-    "window n_sink rank weights_bytes weights_source",
+    "dtype_source window n_sink rank weights_bytes weights_source",
     "memory": f"{MODEL} contexts batch kinds window n_sink seed counted_by",
-    "latency": f"{MODEL} contexts batches engine cache_kind compiled repeats seconds seed prompt_tokens new_tokens naive_samples "
-    "notes start_up_s busy load cores torch_threads arithmetic_binds_at_batch bandwidth_bytes_per_s bandwidth_kernels "
-    "matrix_flops_per_s matrix_kernels ridge_point",
+    "latency": f"{MODEL} contexts batches engine cache_kind compiled repeats seconds seed prompt_tokens new_tokens "
+    "naive_samples notes start_up_s busy load cores torch_threads arithmetic_binds_at_batch "
+    "bandwidth_bytes_per_s bandwidth_kernels matrix_flops_per_s matrix_kernels ridge_point",
     "gqa": f"{RUN} corpus corpus_kind corpus_sha256 vocab length n_train n_valid protocol n_layers width n_heads "
     "kv_heads seeds uptrain uptrain_steps pool device margin missing cells summary interval steps batch micro_batch "
     "learning_rate schedule warm_up floor betas eps weight_decay clip validate_every dtype skip",

@@ -1,5 +1,6 @@
 """Two kinds of cache that the library does not have, each as a new kind is written: one class, one line of registry."""
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,9 @@ def register(monkeypatch):
     """Make both known to the library for the length of a test."""
     for name, where in KINDS.items():
         monkeypatch.setitem(registry.KINDS, name, where)
+    # commands that an earlier test imported have the choices of then
+    for command in ("generate", "latency"):
+        monkeypatch.delitem(sys.modules, f"kvprobe.cli.commands.{command}", raising=False)
 
 
 class HalfCache(FullCache):

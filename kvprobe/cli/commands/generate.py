@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe.caches.registry import KINDS
-from kvprobe.cli.options import CountFrom, Finite, common, engine_option, load_model
+from kvprobe.cli.options import Choice, CountFrom, Finite, common, engine_option, load_model
 from kvprobe.errors import KvprobeError
 
 if TYPE_CHECKING:
@@ -52,20 +52,20 @@ LEAST_TEMPERATURE = 1e-4
 )
 @click.option(
     "--positions",
-    type=click.Choice(["absolute", "cache"]),
+    type=Choice(["absolute", "cache"]),
     help="Positions of kept keys: as computed, or by slot in the cache.  [default: cache under RoPE, else absolute]",
 )
 @click.option(
     "--cache",
     "cache_kind",
-    type=click.Choice(KINDS),
+    type=Choice(KINDS),
     help="The kind of cache.  [default: rolling with --window, else full]",
 )
 @engine_option
 @click.option("--no-cache", is_flag=True, help="The baseline: read everything again for every token.")
 @click.option(
     "--bos",
-    type=click.Choice(["auto", "add", "drop"]),
+    type=Choice(["auto", "add", "drop"]),
     default="auto",
     show_default=True,
     help="Begin-of-sequence token: as the tokenizer does by itself, always, or only if the prompt has one.",
