@@ -42,6 +42,12 @@ def capture(
     ``layers``); a map holds ``n_heads * length**2`` float32. ``to_cpu`` moves each copy off the device at once.
     ``inputs`` go to the model (``attention_mask=...``). Raises ValueError for a layer that holds no keys and values,
     and NotIntercepted for one that holds them and did not attend.
+
+    >>> import kvprobe
+    >>> subject = kvprobe.prepare("smollm2-135m", tokens=32)
+    >>> seen = kvprobe.capture(subject.model, subject.input_ids, layers=[0, 12], maps=[12])
+    >>> tuple(seen.keys[0].shape), tuple(seen.maps[12].shape)
+    ((1, 3, 32, 64), (1, 9, 32, 32))
     """
     subject = language_model(model)
     holding = subject.layers()

@@ -50,6 +50,15 @@ def attending(model: nn.Module, attend: Attend) -> Iterator[None]:
     reached ``attend``, since the result would be the plain model's), and if it hands attention an argument that
     is not honoured. Raises ValueError if the model is in training mode, where dropout makes attention random, and
     UnsupportedModelError for any other module.
+
+    >>> import kvprobe
+    >>> subject = kvprobe.prepare("smollm2-135m", tokens=32)
+    >>> def last_four(call):
+    ...     return call.attend(keep=call.keep.triu(-3))
+    >>> with kvprobe.attending(subject.model, last_four):
+    ...     logits = subject.model(subject.input_ids, use_cache=False).logits
+    >>> tuple(logits.shape)
+    (1, 32, 49152)
     """
     # what torch.compile gives back stands around the model
     model = getattr(model, "_orig_mod", model)

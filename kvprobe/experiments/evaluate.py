@@ -137,6 +137,15 @@ def evaluate(
     default. Rows have ``attend`` (None: the model as it is), ``loss``, ``perplexity``, ``delta`` in nat a token with
     its 95 % interval ``delta_low`` to ``delta_high`` (paired, by blocks of tokens), ``kld_mean`` and ``kld_p99`` of
     KL(full ‖ changed) in nat a token, and ``top1_agreement``. Raises as :class:`Evaluate` does.
+
+    >>> import kvprobe
+    >>> def small_norms(call):
+    ...     last = call.last(64)
+    ...     few = call.top(64, -call.key.norm(dim=-1), among=call.keep & ~last)
+    ...     return call.attend(keep=last | few)
+    >>> result = kvprobe.evaluate(kvprobe.prepare("smollm2-135m", tokens=256), small_norms)
+    >>> [row["attend"] for row in result.rows], result.rows[1]["delta"] > 0
+    ([None, 'small_norms'], True)
     """
     attends = attend if isinstance(attend, list | tuple) else [attend]
     return Evaluate(attend=tuple(attends), score_from=score_from, seed=seed).run(subject, progress=progress)

@@ -166,6 +166,14 @@ def generate(
     greedy (:class:`kvprobe.generation.generate.Sampling`). Other ``settings``, as ``window``, ``n_sink`` and
     ``engine``, are those of :class:`TextStream`. Raises KvprobeError for a model without a chat template, and
     ValueError for an empty prompt and for more tokens than the model has positions.
+
+    >>> import kvprobe
+    >>> questions = ["What is the capital of France?", "What is the capital of Japan?"]
+    >>> answers = kvprobe.generate("smollm2-135m", questions, chat=True, max_new_tokens=16)
+    >>> answers.texts[0]
+    'The capital of France is Paris.'
+    >>> answers.stopped_by
+    ('eos', 'eos')
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     prompts = [prompts] if isinstance(prompts, str) else prompts

@@ -91,6 +91,11 @@ def load(name: str, *, dtype: str = "float32", device: str | None = None, progre
     Weights are read only from safetensors, and no repository's code is run. Raises KvprobeError if the name is unknown,
     the checkpoint is incomplete, or the weights do not fit the free memory; UnsupportedModelError, its subclass, for a
     kind of model that is refused.
+
+    >>> import kvprobe
+    >>> loaded = kvprobe.load("smollm2-135m")
+    >>> loaded.spec.n_layers, loaded.spec.n_heads, loaded.spec.n_kv_heads
+    (30, 9, 3)
     """
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")

@@ -66,6 +66,13 @@ def prepare(
     Raises KvprobeError for a text or model that cannot be loaded, a text that is too short, and a passage longer than
     the model's positions. ``unlimited`` allows the last, for passes that never use a position beyond the model's.
     Raises ValueError for settings that exclude each other.
+
+    >>> import kvprobe
+    >>> from kvprobe.experiments.sinks import Sinks
+    >>> subject = kvprobe.prepare("smollm2-135m", tokens=128)
+    >>> result = Sinks().run(subject)
+    >>> len(result.rows), result.rows[23]["mass"] > 0.3
+    (30, True)
     """
     if tokens is not None and tokens < 2:
         raise ValueError(f"tokens must be at least 2, got {tokens}")

@@ -129,6 +129,12 @@ def token0_mass(model: Any, input_ids: Tensor, queries_from: int = 64) -> Tensor
     """Mean attention weight on token 0 over the queries from ``queries_from`` on: float32 ``[n_layers, n_heads]``.
 
     ``n_layers`` counts the layers that hold keys and values. Raises as :func:`measure` does.
+
+    >>> import kvprobe
+    >>> subject = kvprobe.prepare("smollm2-135m", tokens=128)
+    >>> mass = kvprobe.token0_mass(subject.model, subject.input_ids)
+    >>> tuple(mass.shape)
+    (30, 9)
     """
     return measure(model, input_ids, queries_from=queries_from).token0
 
