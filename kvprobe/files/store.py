@@ -46,7 +46,9 @@ def sha256(path: Path, *, progress: Progress = silent) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
             done += len(block)
-            progress(f"checking {path.name}", done, total, "bytes")
+            # what is read at once needs no progress
+            if total > len(block):
+                progress(f"checking {path.name}", done, total, "bytes")
     return digest.hexdigest()
 
 
