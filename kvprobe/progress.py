@@ -11,7 +11,6 @@ class Progress(Protocol):
 
     def __call__(self, what: str, done: int, total: int | None, unit: str = "") -> None:
         """Report that ``done`` of ``total`` is done."""
-        ...
 
 
 def silent(what: str, done: int, total: int | None, unit: str = "") -> None:

@@ -27,48 +27,39 @@ class LanguageModel(Protocol):
     @property
     def family(self) -> str:
         """What an error calls it: the ``model_type``, or "decoder"."""
-        ...
 
     @property
     def module(self) -> nn.Module:
         """The torch module, for hooks and parameters."""
-        ...
 
     @property
     def windows(self) -> Sequence[int | None]:
         """The layers' own windows, the query included, by layer index; None where a layer sees everything."""
-        ...
 
     @property
     def max_positions(self) -> int | None:
         """How many positions the model has; None where its configuration does not say."""
-        ...
 
     def layers(self) -> Mapping[int, str]:
         """Layer index → class name of the modules that hold keys and values."""
-        ...
 
     def body(self, ids: Tensor, *, attend: "Attend | None" = None, **inputs: Any) -> Tensor:
         """Hidden states after the last norm, ``[batch, length, hidden]``, of ``ids`` ``[batch, length]``.
 
         ``attend`` stands in for attention in every layer; ``inputs`` go to the model. No cache is read or filled.
         """
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[batch, length, vocab]`` of ``hidden``, all that the model does after its body included."""
-        ...
 
     def rope(self, layer: int) -> Rope | None:
         """The rotation of a layer's positions; None without one."""
-        ...
 
     def check_by_slot(self, n_tokens: int) -> int | None:
         """How many positions there are where only distances count; None for no limit.
 
         Raises UnsupportedModelError where keys cannot be moved to other positions, within ``n_tokens`` tokens.
         """
-        ...
 
 
 def language_model(model: Any) -> LanguageModel:
@@ -94,18 +85,8 @@ class HFModel:
     """A Hugging Face causal model, through the seam and its own forward."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
-
-    @property
-    def family(self) -> str:
-        """The config's ``model_type``."""
-        return str(self._model.config.model_type)
-
-    @property
-    def module(self) -> nn.Module:
-        """The model itself."""
-        module: nn.Module = self._model
-        return module
+        self._model = self.module = model
+        self.family = str(getattr(model.config, "model_type", type(model).__name__))
 
     @property
     def windows(self) -> Sequence[int | None]:
@@ -115,8 +96,7 @@ class HFModel:
     @property
     def max_positions(self) -> int | None:
         """The configuration's ``max_position_embeddings``."""
-        limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        return limit
+        return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
     def layers(self) -> Mapping[int, str]:
         """As :class:`LanguageModel` says."""
@@ -143,8 +123,7 @@ class HFModel:
         with seam:
             output = self._model.base_model(input_ids=ids, use_cache=False, **inputs)
         # a model that is its own body gives none, and whoever only watches needs none
-        hidden: Tensor = getattr(output, "last_hidden_state", torch.empty(0))
-        return hidden
+        return getattr(output, "last_hidden_state", torch.empty(0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own forward, whose body answers with ``hidden``.
@@ -154,8 +133,7 @@ class HFModel:
         # a token as good as any: the body that would read it is stood in for
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         with _answering(self._model, _BodyOutput(self.family, hidden)):
-            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
-        return logits
+            return self._model(input_ids=ids, use_cache=False).logits
 
     def rope(self, layer: int) -> Rope | None:
         """As :class:`LanguageModel` says; raises as :func:`kvprobe.attention.rope_finding.rope_of` does."""
@@ -178,26 +156,9 @@ class OwnModel:
     family = "decoder"
 
     def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
-
-    @property
-    def module(self) -> nn.Module:
-        """The decoder itself."""
-        module: nn.Module = self._decoder
-        return module
-
-    @property
-    def windows(self) -> Sequence[int | None]:
-        """As :class:`LanguageModel` says."""
-        config = self._decoder.config
-        windows: Sequence[int | None] = config.windows or (None,) * config.n_layers
-        return windows
-
-    @property
-    def max_positions(self) -> int | None:
-        """As :class:`LanguageModel` says."""
-        limit: int = self._decoder.config.max_positions
-        return limit
+        self._decoder = self.module = decoder
+        self.windows = decoder.config.windows or (None,) * decoder.config.n_layers
+        self.max_positions = decoder.config.max_positions
 
     def layers(self) -> Mapping[int, str]:
         """As :class:`LanguageModel` says: all of them."""
@@ -205,18 +166,15 @@ class OwnModel:
 
     def body(self, ids: Tensor, *, attend: "Attend | None" = None, **inputs: Any) -> Tensor:
         """As :class:`LanguageModel` says; ``inputs`` as of :meth:`Decoder.body`."""
-        x: Tensor = self._decoder.body(ids, attend=attend or AttentionCall.attend, **inputs)
-        return x
+        return self._decoder.body(ids, attend=attend or AttentionCall.attend, **inputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As :class:`LanguageModel` says."""
-        logits: Tensor = self._decoder.logits(hidden)
-        return logits
+        return self._decoder.logits(hidden)
 
     def rope(self, layer: int) -> Rope | None:
         """As :class:`LanguageModel` says."""
-        rope: Rope | None = self._decoder.config.rope_of(layer, self._decoder.embedding.weight.device)
-        return rope
+        return self._decoder.config.rope_of(layer, self._decoder.embedding.weight.device)
 
     def check_by_slot(self, n_tokens: int) -> int | None:
         """As :class:`LanguageModel` says: under RoPE there is no limit."""

@@ -167,8 +167,7 @@ class KVCache:
         """A cache of this kind for ``place``, with its own ``settings``."""
         made: Any = cls
         where = {"batch": place.batch, "dtype": place.dtype, "device": place.device}
-        cache: Self = made(place.shape, capacity=place.capacity, **where, **settings)
-        return cache
+        return made(place.shape, capacity=place.capacity, **where, **settings)
 
     @property
     def length(self) -> int:

@@ -17,8 +17,7 @@ def kind(name: str) -> "type[KVCache]":
     if name not in KINDS:
         raise ValueError(f"unknown kind of cache {name!r}; available: {', '.join(KINDS)}")
     module, _, attribute = KINDS[name].partition(":")
-    found: type[KVCache] = getattr(import_module(module), attribute)
-    return found
+    return getattr(import_module(module), attribute)
 
 
 def build(name: str, place: "Place", **settings: Any) -> "KVCache":

@@ -108,8 +108,7 @@ class RingLayer(CacheLayer):
         """The index of each row's first token to be stored: with sinks, its padding is left out."""
         if self.n_sink == 0 or self.past.pads is None:
             return [0] * len(self.past.lengths)
-        origins: list[int] = self.past.pads.tolist()
-        return origins
+        return self.past.pads.tolist()
 
     def _starts(self) -> list[int]:
         """How many tokens each row has stored; below 0 within its padding."""

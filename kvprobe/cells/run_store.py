@@ -186,8 +186,7 @@ class RunStore:
             # without the optimizer's moments, which are twice as large
             snapshot.write(asdict(history), weights_of(decoder))
         # as the next reader has it
-        kept: dict[str, Any] = json.loads(text)
-        return kept
+        return json.loads(text)
 
     def _check_weights(self, cell: TrainingRun, loss: float) -> None:
         """Raise KvprobeError if the kept weights' ``loss`` is not the one that the cell ended with."""
@@ -253,5 +252,4 @@ def _set(settings: Any) -> dict[str, Any]:
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if value != default:
             given[field.name] = _set(value) if is_dataclass(value) else value
-    as_json: dict[str, Any] = json.loads(json.dumps(given))
-    return as_json
+    return json.loads(json.dumps(given))

@@ -28,11 +28,9 @@ class Engine(Protocol):
 
     def reads(self, n_tokens: int) -> str:
         """What would read ``n_tokens`` more tokens a row: "torch" or "numba". A rule decides; nothing is measured."""
-        ...
 
     def ready(self, n_prompt: int = 0) -> None:
         """Get ready now, rather than at first use, for a prompt of ``n_prompt`` tokens a row and for decoding."""
-        ...
 
     def prefill(self, ids: Tensor, *, pads: Tensor | None = None, chunk: int | None = None) -> Tensor:
         """Feed a prompt ``[batch, length]`` after what the cache holds; the logits after it, ``[batch, vocab]``.
@@ -42,14 +40,12 @@ class Engine(Protocol):
         padding of each row, for a cache that is still empty. Raises ValueError, before anything is written, if the
         cache or the model's positions do not suffice.
         """
-        ...
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Feed ``[batch, n]`` tokens after what the cache holds; the logits after each, ``[batch, n, vocab]``.
 
         One token a row is a step; several verify a draft. Raises ValueError as `prefill`.
         """
-        ...
 
 
 class TorchEngine:

@@ -182,8 +182,7 @@ class Experiment:
     @classmethod
     def figure(cls, result: Result, **how: Any) -> "Figure":
         """The picture, by `kvprobe.plots`; ``how``: ``width`` in inches, ``title``."""
-        figure: Figure = import_module(f"kvprobe.plots.{cls.name}").figure(result.rows, result.run, **how)
-        return figure
+        return import_module(f"kvprobe.plots.{cls.name}").figure(result.rows, result.run, **how)
 
 
 def settings_of(experiment: type[Experiment]) -> dict[str, Setting]:

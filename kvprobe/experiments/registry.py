@@ -39,6 +39,5 @@ def figure_of(result: Result, **how: Any) -> "Figure":
     if result.analysis in {module.name for module in pkgutil.iter_modules(kvprobe.plots.__path__)}:
         draw = getattr(import_module(f"kvprobe.plots.{result.analysis}"), "figure", None)
         if draw is not None:
-            figure: Figure = draw(result.rows, result.run, **how)
-            return figure
+            return draw(result.rows, result.run, **how)
     raise ValueError(f"the analysis {result.analysis!r} has no picture; available: {', '.join(names())}, roofline")

@@ -14,8 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def intrinsic(function: Function) -> Callable[..., Any]:
     """Numba's; what is called is without the compiler's context."""
-    made: Callable[..., Any] = numba_intrinsic(function)
-    return made
+    return numba_intrinsic(function)
 
 
 def compiled(function: Function) -> Function:

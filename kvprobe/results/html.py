@@ -106,5 +106,4 @@ def table(columns: Sequence[Column], rows: Sequence[Row], foot: Row | None = Non
         for column in columns
         if all(row[column.field] is None or isinstance(row[column.field], str) for row in rows)
     ]
-    html: Markup = template("table.html").module.table(columns, rows, foot, caption, words)  # type: ignore[attr-defined]
-    return html
+    return template("table.html").module.table(columns, rows, foot, caption, words)  # type: ignore[attr-defined]

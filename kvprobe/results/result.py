@@ -153,8 +153,7 @@ class Result:
     def plot(self) -> "Figure":
         """The analysis's picture. Raises ValueError if it has none."""
         # by name: plots import results, so results cannot import plots
-        figure: Figure = import_module("kvprobe.experiments.registry").figure_of(self)
-        return figure
+        return import_module("kvprobe.experiments.registry").figure_of(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the rows as a table, each text escaped."""

@@ -33,11 +33,9 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: str, **options: Any) -> Any:
         """Return a mapping whose ``input_ids`` are the ids of ``text``."""
-        ...
 
     def __len__(self) -> int:
         """Return the size of the vocabulary, added tokens included."""
-        ...
 
 
 @dataclass(frozen=True, repr=False)
