@@ -43,7 +43,7 @@ def run(
     """
     protocol = Protocol() if protocol is None else protocol
     split = {"length": protocol.length, "n_train": protocol.n_train, "n_valid": protocol.n_valid}
-    corpus = characters(read_text(text, progress=progress), **split)
+    corpus = characters(read_text(text), **split)
     subject = TrainingSubject(corpus, RunStore(Path(directory)), protocol=protocol, collect=collect)
     return Gqa(kv_heads=tuple(kv_heads), seeds=seeds).run(subject, progress=progress)
 

@@ -33,7 +33,8 @@ from kvprobe.results.phrases import fitted_to
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result, Row
 from kvprobe.text import passages
-from kvprobe.text.passages import Passage, Text
+from kvprobe.text.passages import Passage
+from kvprobe.text.texts import Text, read_text
 
 BASES: tuple[BasisKind, ...] = ("oracle", "prefix", "heldout")
 PARTS = (2, 4, 6, 8, 12)
@@ -59,7 +60,7 @@ def run(
     each basis, at which ranks the whole interval over all passages is below the full pass and which it was worse at.
     """
     started = time.perf_counter()
-    read, missing = _texts(texts, progress)
+    read, missing = _texts(texts)
     subject = prepare(model, text=texts[texts.index(read[0][0])], tokens=tokens, progress=progress)
     cuts = [
         pair for _, text in read for pair in pairwise(_consecutive(subject, text, tokens=tokens, number=n_passages + 1))
@@ -112,11 +113,11 @@ def answer(rows: Sequence[Row]) -> dict[str, dict[str, list[int]]]:
     return verdicts
 
 
-def _texts(names: Sequence[str], progress: Progress) -> tuple[list[tuple[str, Text]], list[str]]:
+def _texts(names: Sequence[str]) -> tuple[list[tuple[str, Text]], list[str]]:
     read, missing, errors = [], [], []
     for name in names:
         try:
-            read.append((name, passages.read_text(name, progress=progress)))
+            read.append((name, read_text(name)))
         except KvprobeError as error:
             missing.append(name)
             errors.append(error)

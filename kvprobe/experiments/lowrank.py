@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvprobe.models.subject import Subject
-    from kvprobe.text.passages import Passage, Text
+    from kvprobe.text.passages import Passage
+    from kvprobe.text.texts import Text
 
 STAGES = ("post_rope", "pre_rope")
 
@@ -120,13 +121,14 @@ class Lowrank(Experiment):
 
         from kvprobe.probes.truncation import sweep
         from kvprobe.text import passages
+        from kvprobe.text.texts import read_text
 
         loaded, n_tokens, bos = subject.loaded, subject.passage.n_tokens, subject.passage.bos
         fit = None
         if self.basis == "heldout":
             text = self.fit_text
             if isinstance(text, str):
-                text = passages.read_text(text, n_bytes=passages.enough(n_tokens), progress=progress)
+                text = read_text(text, n_bytes=passages.enough(n_tokens))
             fit = None if text is None else passages.encode(loaded.tokenizer, text, n_tokens=n_tokens, bos=bos)
             # the same text again, or a copy of it, would begin with the scored tokens
             if fit is None or fit.sha256 == subject.text.sha256 or torch.equal(fit.ids, subject.passage.ids):

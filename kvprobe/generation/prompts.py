@@ -5,7 +5,8 @@ from typing import Any
 from kvprobe.errors import KvprobeError
 from kvprobe.models.loading import Loaded
 from kvprobe.text import passages
-from kvprobe.text.passages import Bos, Passage, Text
+from kvprobe.text.passages import Bos, Passage
+from kvprobe.text.texts import Text
 
 
 def has_template(tokenizer: Any) -> bool:

@@ -12,7 +12,8 @@ from kvprobe.models.in_memory import from_memory
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.text import passages
-from kvprobe.text.passages import Bos, Passage, Text
+from kvprobe.text.passages import Bos, Passage
+from kvprobe.text.texts import Text, read_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,7 +89,7 @@ def prepare(
     elif isinstance(text, Text):
         read = text
     else:
-        read = passages.read_text(text, n_bytes=None if tokens is None else passages.enough(tokens), progress=progress)
+        read = read_text(text, n_bytes=None if tokens is None else passages.enough(tokens))
     if isinstance(model, str):
         loaded = loading.load(model, dtype=dtype, device=None if device == "auto" else device, progress=progress)
     else:

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from kvprobe.errors import KvprobeError
-from kvprobe.text.texts import Cut, Text, read_text
+from kvprobe.text.texts import Cut, Text
 from kvprobe.text.tokenizing import guarded, name_of
-
-__all__ = [
-    "Bos", "Passage", "Text", "Tokenizer", "bos_ids", "control", "cut_before", "encode", "enough", "front_of",
-    "heldout", "marks", "notices", "own_marks", "random_ids", "read_text", "repeat_ids", "run_record", "whole",
-]  # fmt: skip
 
 Bos = Literal["auto", "add", "drop"]
 

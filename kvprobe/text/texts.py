@@ -6,7 +6,6 @@ import io
 import os
 import stat
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.resources import files
@@ -14,11 +13,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvprobe.errors import KvprobeError, did_you_mean
-from kvprobe.progress import Progress, silent
 
-BUNDLED_SHA256 = "72555202e7c2c0f1c15bda2728a389669f762087f929391c6705c60c3800d3a2"
-MANUAL_SHA256 = "e802e404a97a2e1e657589e04ef2f6f309ae35e26220a03ff06a988b938352f9"
-TIME_MACHINE_SHA256 = "4149e15a170aa94068969282e8b2cee7aaab0d889bf1c0d684378177040267dd"
+TEXTS = {
+    "bundled": ("passage.txt", "72555202e7c2c0f1c15bda2728a389669f762087f929391c6705c60c3800d3a2"),
+    "time-machine": ("time-machine.txt", "4149e15a170aa94068969282e8b2cee7aaab0d889bf1c0d684378177040267dd"),
+    "manual": ("manual.txt", "e802e404a97a2e1e657589e04ef2f6f309ae35e26220a03ff06a988b938352f9"),
+}
+"""Texts that need no path: file and SHA-256. ``bundled`` is a story, ``manual`` instructions for an instrument."""
 BLOCK = 1 << 16
 MOST_HASHED = 1 << 30
 """The largest file, in bytes, that is hashed completely even if little of its text is needed: some seconds."""
@@ -62,8 +63,8 @@ class Text:
         return f"Text({self.name}, {len(self.text):,} characters)"
 
 
-def read_text(name: str | None = None, *, n_bytes: int | None = None, progress: Progress = silent) -> Text:
-    """Read the bundled passage (None or its name), a named text, a UTF-8 file, or standard input (``-``).
+def read_text(name: str = "bundled", *, n_bytes: int | None = None) -> Text:
+    """Read a named text, a UTF-8 file, or standard input (``-``).
 
     With ``n_bytes``, a file, pipe or device is read and checked only to about there (:class:`Cut`); the fingerprint
     still covers a file of at most ``MOST_HASHED`` bytes completely.
@@ -72,11 +73,13 @@ def read_text(name: str | None = None, *, n_bytes: int | None = None, progress: 
     The Time Machine (1895, public domain), the edition that small models are trained on (:mod:`kvprobe.text.corpus`).
     Raises KvprobeError for a text that is missing, unreadable, binary, not UTF-8 (with the byte offset) or empty.
     """
-    name = "bundled" if name is None else name
     if not name:
         raise KvprobeError(f"the name of the text is empty; a file, or one of {', '.join(TEXTS)}")
     if name in TEXTS:
-        sha256, text, _ = _read(io.BytesIO(TEXTS[name](progress)), name)
+        file, pinned = TEXTS[name]
+        sha256, text, _ = _read(io.BytesIO(files("kvprobe").joinpath("data", file).read_bytes()), name)
+        if sha256 != pinned:
+            raise KvprobeError(f"the bundled {file} was changed: SHA-256 {sha256}, not {pinned}; reinstall kvprobe")
         return Text(name, sha256, text)
     if name == "-":
         if sys.stdin is None:
@@ -179,30 +182,3 @@ def _unread(path: str, error: OSError) -> KvprobeError:
     if isinstance(error, IsADirectoryError):
         return KvprobeError(f"{path!r} is a directory; name one UTF-8 file in it, {known}")
     return KvprobeError(f"cannot read {path!r} ({error.strerror}); fix that, {known}")
-
-
-def _bundled(progress: Progress) -> bytes:
-    return _pinned("passage.txt", BUNDLED_SHA256)
-
-
-def _manual(progress: Progress) -> bytes:
-    return _pinned("manual.txt", MANUAL_SHA256)
-
-
-def _pinned(file: str, sha256: str) -> bytes:
-    data = files("kvprobe").joinpath("data", file).read_bytes()
-    if (actual := hashlib.sha256(data).hexdigest()) != sha256:
-        raise KvprobeError(f"the bundled {file} was changed: SHA-256 {actual}, not {sha256}; reinstall kvprobe")
-    return data
-
-
-def _time_machine(progress: Progress) -> bytes:
-    return _pinned("time-machine.txt", TIME_MACHINE_SHA256)
-
-
-TEXTS: dict[str, Callable[[Progress], bytes]] = {
-    "bundled": _bundled,
-    "time-machine": _time_machine,
-    "manual": _manual,
-}
-"""Texts that need no path: name → its raw bytes. ``bundled`` is a story, ``manual`` instructions for an instrument."""

@@ -300,9 +300,9 @@ def test_what_cannot_be_cached_is_refused():
 @pytest.mark.parametrize("n_sink", [0, 1, 4])
 @pytest.mark.parametrize("positions", ["absolute", "cache"])
 def test_on_smollm2_the_rolling_loss_is_the_masks_token_by_token(smollm2, positions, n_sink):
-    from kvprobe.text import passages
+    from kvprobe.text import passages, texts
 
-    ids = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=192).ids[None]
+    ids = passages.encode(smollm2.tokenizer, texts.read_text("bundled"), n_tokens=192).ids[None]
     decoder, window = from_hf(smollm2.model), 48
 
     def losses(logits):

@@ -11,7 +11,8 @@ from kvprobe.experiments.gqa_training import Protocol
 from kvprobe.models import loading
 from kvprobe.plots import gqa as plot
 from kvprobe.probes.losses import token_losses
-from kvprobe.text.passages import encode, read_text
+from kvprobe.text.passages import encode
+from kvprobe.text.texts import read_text
 from kvprobe.training.loop import TrainConfig
 from support.models import document, write_random
 

@@ -270,9 +270,9 @@ def test_angles_stay_float32_in_half_precision():
 
 @pytest.mark.smollm2
 def test_on_smollm2_logits_are_within_hugging_faces_own_rounding(smollm2):
-    from kvprobe.text import passages
+    from kvprobe.text import passages, texts
 
-    ids = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=512).ids[None]
+    ids = passages.encode(smollm2.tokenizer, texts.read_text("bundled"), n_tokens=512).ids[None]
     logits, implementation = {}, smollm2.model.config._attn_implementation
     try:
         for name in ("eager", "sdpa"):

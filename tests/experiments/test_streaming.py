@@ -355,9 +355,9 @@ def test_a_loss_that_is_not_finite_names_the_first_layer_and_is_not_kept(tmp_pat
 @pytest.mark.smollm2
 def test_on_smollm2_a_stream_is_the_mask(smollm2):
     from kvprobe.probes.losses import token_losses
-    from kvprobe.text import passages
+    from kvprobe.text import passages, texts
 
-    ids = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=128).ids
+    ids = passages.encode(smollm2.tokenizer, texts.read_text("bundled"), n_tokens=128).ids
     config = StreamConfig(windows=(32,), sinks=(4,), positions="cache")
     mask = windowed(window=32, sinks=range(4), by_slot=True)
     expected = token_losses(smollm2.model, ids, score_from=0, attend=mask)

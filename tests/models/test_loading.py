@@ -15,7 +15,7 @@ from kvprobe.files.store import home, write_manifest
 from kvprobe.models import hub, loading
 from kvprobe.results.result import Result
 from kvprobe.shape.spec import Spec
-from kvprobe.text import passages, tokenizing
+from kvprobe.text import passages, texts, tokenizing
 from support.models import document, write_random
 from support.tiny import tiny_ids, tiny_model
 
@@ -263,7 +263,7 @@ def test_a_panic_while_a_passage_is_cut_names_the_model():
             raise PanicException("no luck")
 
     with pytest.raises(KvprobeError, match="the tokenizer of mine crashed"):
-        passages.encode(Tokenizer(), passages.read_text("bundled"), n_tokens=8)
+        passages.encode(Tokenizer(), texts.read_text("bundled"), n_tokens=8)
 
 
 # --- JSON, manifests and cache entries

@@ -146,14 +146,14 @@ def test_weights_that_are_not_finite_are_reported_by_layer_and_dtype():
 
 @pytest.mark.smollm2
 def test_on_smollm2_mass_equals_eager_maps_and_the_sink_is_where_it_is_known(smollm2):
-    from kvprobe.text import passages
+    from kvprobe.text import passages, texts
 
-    passage = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=256)
+    passage = passages.encode(smollm2.tokenizer, texts.read_text("bundled"), n_tokens=256)
     measured = mass.measure(smollm2.model, passage.ids[None], queries_from=64, positions=True)
     maps = eager_maps(smollm2.model, passage.ids[None])
     eager = torch.stack([m[0, :, 64:, 0].mean(-1) for m in maps])
     torch.testing.assert_close(measured.token0, eager, atol=1e-4, rtol=0)
-    longer = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=1024)
+    longer = passages.encode(smollm2.tokenizer, texts.read_text("bundled"), n_tokens=1024)
     by_layer = mass.token0_mass(smollm2.model, longer.ids[None]).mean(-1)
     assert by_layer[12:].min() > 0.27
     assert by_layer[12:].max() < 0.62

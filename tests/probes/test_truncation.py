@@ -366,11 +366,11 @@ def by_numpy(of, rank, captured=None):
 
 
 def agrees_with_the_independent_loss(loaded, width):
-    from kvprobe.text import passages
+    from kvprobe.text import passages, texts
 
     # fewer tokens than Gemma's width and more than SmolLM2's: both sides of the decomposition
     model, n_tokens, score_from = loaded.model, 400, 200
-    text = passages.read_text("bundled")
+    text = texts.read_text("bundled")
     ids = passages.encode(loaded.tokenizer, text, n_tokens=n_tokens).ids
     other = passages.heldout(loaded.tokenizer, text, n_tokens=n_tokens).ids
     ranks = [width // 2, width // 4, width // 8]

@@ -441,9 +441,9 @@ def test_rows_of_a_padded_batch_are_those_alone(by_slot):
 
 @pytest.mark.smollm2
 def test_smollm2_loses_much_without_a_sink_and_little_with_one(smollm2):
-    from kvprobe.text import passages
+    from kvprobe.text import passages, texts
 
-    ids = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=1024).ids
+    ids = passages.encode(smollm2.tokenizer, texts.read_text("bundled"), n_tokens=1024).ids
     full, bare, one, four = windows.grid(smollm2.model, ids, windows=[256], sinks=[0, 1, 4], score_from=512)
     assert 1.6 < bare["perplexity"] / full["perplexity"] < 2.4
     assert one["delta"] < 0.2 * bare["delta"]
@@ -462,10 +462,10 @@ def test_smollm2_loses_much_without_a_sink_and_little_with_one(smollm2):
 
 @pytest.mark.smollm2
 def test_smollm2_by_cache_slot_is_a_rolling_buffer_with_llamas_rotation(smollm2):
-    from kvprobe.text import passages
+    from kvprobe.text import passages, texts
 
     length, window, n_sink = 320, 96, 4
-    ids = passages.encode(smollm2.tokenizer, passages.read_text("bundled"), n_tokens=length).ids
+    ids = passages.encode(smollm2.tokenizer, texts.read_text("bundled"), n_tokens=length).ids
     ours = windows.grid(smollm2.model, ids, windows=[window], sinks=[n_sink], positions="cache", score_from=160)[1]
     angle = torch.arange(length)[:, None] * 100_000.0 ** (-torch.arange(0, 64, 2) / 64)
     cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)

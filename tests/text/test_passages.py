@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvprobe.errors import KvprobeError
 from kvprobe.text import passages, texts
-from kvprobe.text.passages import Text, control, encode, heldout, random_ids, read_text, repeat_ids, run_record
+from kvprobe.text.passages import control, encode, heldout, random_ids, repeat_ids, run_record
+from kvprobe.text.texts import Text, read_text
 
 BUNDLED = (Path(texts.__file__).parents[1] / "data" / "passage.txt").read_text(encoding="utf-8")
 LATER_PATTERN = (  # as in the families after GPT-2: a mark joins a word, and punctuation takes the newlines behind it
@@ -282,14 +283,14 @@ def test_the_bundled_passage_is_the_pinned_one_and_long_prose() -> None:
     text = read_text()
     assert text == read_text("bundled")
     assert (text.name, text.text) == ("bundled", BUNDLED)
-    assert text.sha256 == hashlib.sha256(BUNDLED.encode()).hexdigest() == texts.BUNDLED_SHA256
+    assert text.sha256 == hashlib.sha256(BUNDLED.encode()).hexdigest() == texts.TEXTS["bundled"][1]
     assert len(text.text.split()) > 5_000
     paragraphs = text.text.strip().split("\n\n")
     assert len(set(paragraphs)) == len(paragraphs)
 
 
 def test_a_changed_bundled_passage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "BUNDLED_SHA256", "00")
+    monkeypatch.setitem(texts.TEXTS, "bundled", ("passage.txt", "00"))
     with pytest.raises(KvprobeError, match=rf"was changed: SHA-256 {hashlib.sha256(BUNDLED.encode()).hexdigest()}"):
         read_text()
 

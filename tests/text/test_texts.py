@@ -199,7 +199,7 @@ def test_a_command_reads_an_endless_stream_and_says_that_it_is_cut(main, gpt2_ra
 
 def test_the_manual_is_pinned_another_genre_and_long_enough_for_two_passages(gpt2_tokenizer_files):
     text = read_text("manual")
-    assert (text.name, text.sha256) == ("manual", texts.MANUAL_SHA256)
+    assert (text.name, text.sha256) == ("manual", texts.TEXTS["manual"][1])
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(gpt2_tokenizer_files / "tokenizer.json"))
     assert heldout(tokenizer, text, n_tokens=1050).n_tokens == 1050
     # no sentence of the one stands in the other
@@ -215,6 +215,6 @@ def test_the_manual_has_two_passages_of_the_pulled_models(request, model):
 
 
 def test_a_changed_manual_is_refused(monkeypatch):
-    monkeypatch.setattr(texts, "MANUAL_SHA256", "00")
+    monkeypatch.setitem(texts.TEXTS, "manual", ("manual.txt", "00"))
     with pytest.raises(KvprobeError, match=r"the bundled manual\.txt was changed: SHA-256"):
         read_text("manual")

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvprobe.errors import KvprobeError
 from kvprobe.results.phrases import passage_of
-from kvprobe.text.passages import Text, control, encode, front_of, heldout, notices, run_record, whole
+from kvprobe.text.passages import control, encode, front_of, heldout, notices, run_record, whole
+from kvprobe.text.texts import Text
 from support.models import document, write_random
 
 WORDS = ["[GM]", "<s>", "<t>", "the", "tide", "came", "up", "by", "night"]

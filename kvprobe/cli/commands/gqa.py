@@ -36,7 +36,7 @@ def _train(gqa: Gqa, options: dict[str, Any]) -> Result:
     device = str(device_for(options["device"]))
     try:
         with progress_bar(quiet) as progress:
-            corpus = characters(read_text(options["corpus"], n_bytes=n_bytes, progress=progress), **split)
+            corpus = characters(read_text(options["corpus"], n_bytes=n_bytes), **split)
             if gqa.quick:
                 notice(f"--quick is {words_of(protocol, corpus)}", quiet=quiet)
             return gqa.run(TrainingSubject(corpus, RunStore(home() / "gqa"), device), progress=progress)

@@ -26,10 +26,11 @@ def _body(model: str, options: dict[str, Any]) -> Result:
 
     with progress_bar(options["quiet"]) as progress:
         if options["fit_text"] is not None:
-            from kvprobe.text.passages import enough, read_text
+            from kvprobe.text.passages import enough
+            from kvprobe.text.texts import read_text
 
             # both texts before the model, which takes longer
-            text = read_text(options["fit_text"], n_bytes=enough(options["tokens"]), progress=progress)
+            text = read_text(options["fit_text"], n_bytes=enough(options["tokens"]))
             lowrank = replace(lowrank, fit_text=text)
         subject = load_subject(model, options, progress)
         if options["spectrum"]:
