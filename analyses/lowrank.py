@@ -26,7 +26,7 @@ from analyses.common import keep, script
 from kvprobe.cli.console import emit, notice, progress_bar
 from kvprobe.errors import KvprobeError
 from kvprobe.models.subject import Subject, prepare
-from kvprobe.probes.losses import default_block_length, paired_interval, perplexity
+from kvprobe.probes.losses import default_block_length, loss_fields
 from kvprobe.probes.truncation import BasisKind, Sweep, sweep
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import fitted_to
@@ -146,14 +146,9 @@ def _pooled(sweeps: Sequence[Sweep], seed: int) -> list[Row]:
     reference = torch.cat([swept.losses[0] for swept in sweeps])
     for i, first in enumerate(sweeps[0].rows):
         losses: Tensor = torch.cat([swept.losses[i] for swept in sweeps])
-        interval = paired_interval(losses, reference, seed=seed)
         row: dict[str, Any] = {"part": "open question", "passage": "all", "offset": None, **first}
         row |= {
-            "loss": float(losses.mean()),
-            "perplexity": perplexity(losses),
-            "delta": interval.delta,
-            "delta_low": interval.low,
-            "delta_high": interval.high,
+            **loss_fields(losses, reference, seed=seed),
             "energy": sum(swept.rows[i]["energy"] for swept in sweeps) / len(sweeps),
         }
         rows.append(row)

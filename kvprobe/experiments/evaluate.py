@@ -152,16 +152,11 @@ def evaluate(
 
 
 def _row(name: str | None, losses: "Tensor", reference: "Tensor", apart: Any, seed: int) -> Row:
-    from kvprobe.probes.losses import paired_interval, perplexity
+    from kvprobe.probes.losses import loss_fields
 
-    interval = paired_interval(losses, reference, seed=seed)
     return {
         "attend": name,
-        "loss": float(losses.mean()),
-        "perplexity": perplexity(losses),
-        "delta": interval.delta,
-        "delta_low": interval.low,
-        "delta_high": interval.high,
+        **loss_fields(losses, reference, seed=seed),
         "kld_mean": float(apart.kld.mean()),
         "kld_p99": float(apart.kld.quantile(0.99)),
         "top1_agreement": float(apart.agrees.double().mean()),

@@ -15,7 +15,7 @@ from kvprobe.decoder.pool_kv_heads import pool_kv_heads
 from kvprobe.errors import KvprobeError
 from kvprobe.models.subject import Subject
 from kvprobe.probes.equivalence import Equivalence, mean_interval, paired, tost
-from kvprobe.probes.losses import check_score_from, default_block_length, paired_interval, perplexity, token_losses
+from kvprobe.probes.losses import check_score_from, default_block_length, loss_fields, token_losses
 from kvprobe.progress import Progress
 from kvprobe.results.phrases import PUBLISHED, interval_of
 from kvprobe.results.result import Row
@@ -227,19 +227,9 @@ def pool(
         progress("pooling", done, len(rungs) + 1, "head counts")
         shared = decoder if n == has else pool_kv_heads(decoder, n)
         losses = reference if n == has else token_losses(shared, subject.input_ids, score_from=score_from)
-        change = paired_interval(losses, reference, seed=seed)
-        rows.append(
-            {
-                "n_kv_heads": n,
-                "seed": None,
-                "best_val_loss": float(losses.mean()),
-                **shape_row(shared.config, bytes_per_element=size),
-                "perplexity": perplexity(losses),
-                "delta": change.delta,
-                "delta_low": change.low,
-                "delta_high": change.high,
-            }
-        )
+        scored = loss_fields(losses, reference, seed=seed)
+        row: Row = {"n_kv_heads": n, "seed": None, "best_val_loss": scored.pop("loss")}
+        rows.append(row | shape_row(shared.config, bytes_per_element=size) | scored)
     n_targets = passage.n_tokens - 1 - score_from
     facts = {
         "n_heads": decoder.config.n_heads,

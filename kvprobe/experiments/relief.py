@@ -4,7 +4,7 @@ The relief map of :mod:`kvprobe.shape.levers` is arithmetic; this is the same ma
 pulled on a trained model as it is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +103,8 @@ class Relief(Experiment):
         front and keep none off it; intervals are left aside there. Raises UnsupportedModelError for a model that does
         not keep one K and one V for each KV head, and as the experiments ``window`` and ``lowrank`` do.
         """
-        from kvprobe.probes.losses import default_block_length
-        from kvprobe.probes.quantised import check_bits
+        from kvprobe.probes.losses import default_block_length, loss_fields, token_losses
+        from kvprobe.probes.quantised import check_bits, quantising
 
         spec, n_tokens = subject.loaded.spec, subject.passage.n_tokens
         if not spec.keeps_plain_kv:
@@ -131,7 +131,13 @@ class Relief(Experiment):
                 name, rank = f"rank {cell['rank']:,}, {basis} basis", cell["rank"]
                 latent, once = _latent_bytes(spec, now, rank, n_tokens)
                 rows.append(_row(name, "latent", cell, latent + once, basis_bytes=once, rank=rank, basis=basis))
-        rows += _quantised(subject, now, self.bits, **shared, progress=progress)
+        model, ids = subject.model, subject.input_ids
+        reference = token_losses(model, ids, score_from=score_from)
+        for done, n_bits in enumerate(self.bits):
+            progress("quantised storage", done, len(self.bits), "passes")
+            losses = token_losses(model, ids, score_from=score_from, attend=quantising(n_bits))
+            scored, n_bytes = loss_fields(losses, reference, seed=self.seed), replace(now, bits=n_bits).total(n_tokens)
+            rows.append(_row(f"{n_bits}-bit storage", "bits", scored, n_bytes, bits=n_bits))
         n_targets = n_tokens - 1 - score_from
         facts = {
             "windows": windows,
@@ -172,29 +178,6 @@ def _row(lever: str, kind: str, scored: Row, n_bytes: int, **settings: Any) -> R
     row |= {name: scored[name] for name in ("loss", "perplexity", "delta", "delta_low", "delta_high")}
     row["basis_bytes"] = settings.get("basis_bytes", 0)
     return row | {"bytes": n_bytes}
-
-
-def _quantised(
-    subject: "Subject", now: Bill, bits: Sequence[int], *, score_from: int, seed: int, progress: Progress
-) -> Iterator[Row]:
-    from kvprobe.probes.losses import paired_interval, perplexity, token_losses
-    from kvprobe.probes.quantised import quantising
-
-    model, ids = subject.model, subject.input_ids
-    reference = token_losses(model, ids, score_from=score_from)
-    for done, n_bits in enumerate(bits):
-        progress("quantised storage", done, len(bits), "passes")
-        losses = token_losses(model, ids, score_from=score_from, attend=quantising(n_bits))
-        interval = paired_interval(losses, reference, seed=seed)
-        scored = {
-            "loss": float(losses.mean()),
-            "perplexity": perplexity(losses),
-            "delta": interval.delta,
-            "delta_low": interval.low,
-            "delta_high": interval.high,
-        }
-        n_bytes = replace(now, bits=n_bits).total(subject.passage.n_tokens)
-        yield _row(f"{n_bits}-bit storage", "bits", scored, n_bytes, bits=n_bits)
 
 
 def _windowed(now: Bill, kept: int) -> Bill:

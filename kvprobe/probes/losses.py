@@ -150,6 +150,21 @@ def perplexity(losses: Tensor) -> float:
     return float(losses.double().mean().exp())
 
 
+def loss_fields(losses: Tensor, reference: Tensor, *, seed: int) -> dict[str, float]:
+    """A row's ``loss`` and ``perplexity``, and its ``delta`` to the ``reference`` with ``delta_low``, ``delta_high``.
+
+    Both ``[n_targets]``; the interval is that of :func:`paired_interval`.
+    """
+    interval = paired_interval(losses, reference, seed=seed)
+    return {
+        "loss": float(losses.mean()),
+        "perplexity": perplexity(losses),
+        "delta": interval.delta,
+        "delta_low": interval.low,
+        "delta_high": interval.high,
+    }
+
+
 def default_block_length(n_targets: int) -> int:
     """Block length of :func:`paired_interval` for ``n_targets`` tokens: ``2 * n ** (1/3)``, at most half of them.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.language_model import observe
 from kvprobe.errors import KvprobeError
-from kvprobe.probes.losses import check_score_from, default_block_length, paired_interval, perplexity, token_losses
+from kvprobe.probes.losses import check_score_from, default_block_length, loss_fields, token_losses
 from kvprobe.probes.lowrank import (
     Basis,
     Of,
@@ -187,16 +187,11 @@ def sweep(
     setting = {"of": of, "stage": stage, "basis": basis, "centered": center}
 
     def row(rank: int | None, losses: Tensor, energy: float, held: Storage, how: Allocation) -> Row:
-        interval = paired_interval(losses, reference, seed=seed)
         return {
             "rank": rank,
             "width": width,
             "limit": limit,
-            "loss": float(losses.mean()),
-            "perplexity": perplexity(losses),
-            "delta": interval.delta,
-            "delta_low": interval.low,
-            "delta_high": interval.high,
+            **loss_fields(losses, reference, seed=seed),
             "energy": energy,
             **asdict(held),
             **setting,

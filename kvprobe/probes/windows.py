@@ -21,14 +21,7 @@ from torch import Tensor
 
 from kvprobe.attention.language_model import LanguageModel, language_model, observe
 from kvprobe.errors import KvprobeError, UnsupportedModelError
-from kvprobe.probes.losses import (
-    check_finite,
-    check_score_from,
-    hidden_losses,
-    paired_interval,
-    perplexity,
-    token_losses,
-)
+from kvprobe.probes.losses import check_finite, check_score_from, hidden_losses, loss_fields, token_losses
 from kvprobe.probes.window_attention import Sinks, check_window, windowed
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
@@ -170,7 +163,6 @@ def grid(
     reference = token_losses(model, input_ids, score_from=score_from)
 
     def row(losses: Tensor, window: int | None, n_sink: int, cache_tokens: int, dropped: bool) -> Row:
-        interval = paired_interval(losses, reference, seed=seed)
         chosen = choices.get(n_sink, ()) if window else ()
         fresh = window is not None and positions == "recompute"
         keeps_front = window is None or fresh or _everywhere(0, chosen)
@@ -178,11 +170,7 @@ def grid(
             "window": window,
             "n_sink": n_sink,
             "positions": "absolute" if window is None else positions,
-            "loss": float(losses.mean()),
-            "perplexity": perplexity(losses),
-            "delta": interval.delta,
-            "delta_low": interval.low,
-            "delta_high": interval.high,
+            **loss_fields(losses, reference, seed=seed),
             "cache_tokens": cache_tokens,
             "sink_choice": sink_choice if n_sink else None,
             "sink_positions": describe_sinks(chosen) if n_sink else None,
