@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvprobe.plots.style import COLOURS, DOTS, INK, TWO_COLUMNS, legend_above, panels, styled, titled
+from kvprobe.plots.style import COLOURS, DOTS, INK, TWO_COLUMNS, error_bars, legend_above, panels, styled, titled
 from kvprobe.results.result import Row
 
 
@@ -16,10 +16,7 @@ def draw_loss(rows: list[Row], ax: Axes) -> Axes:
     ax.errorbar(
         [row["delta"] for row in own],
         range(len(own)),
-        xerr=[
-            [row["delta"] - row["delta_low"] for row in own],
-            [row["delta_high"] - row["delta"] for row in own],
-        ],
+        xerr=error_bars(own),
         color=COLOURS[0],
         marker="o",
         linestyle="none",

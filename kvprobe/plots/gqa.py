@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from kvprobe.plots.style import COLOURS, INK, look, panels, styled, titled
+from kvprobe.plots.style import COLOURS, INK, error_bars, look, panels, styled, titled
 from kvprobe.results.phrases import training_of
 from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Amount
@@ -34,7 +34,7 @@ def draw(
         ax.errorbar(
             [row["cache_bytes_per_token"] for row in sure],
             [row["mean"] for row in sure],
-            yerr=[[row["mean"] - row["low"] for row in sure], [row["high"] - row["mean"] for row in sure]],
+            yerr=error_bars(sure, "mean", low="low", high="high"),
             color=COLOURS[0],
             linestyle="none",
             capsize=3,

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from kvprobe.plots import roofline
-from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
+from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, error_bars, legend_above, look, panels, styled, titled
 from kvprobe.results.phrases import said
 from kvprobe.results.result import Row
 
@@ -26,10 +26,7 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
         ax.errorbar(
             contexts,
             medians,
-            yerr=[
-                [row["ms_median"] - row["ms_low"] for row in points],
-                [row["ms_high"] - row["ms_median"] for row in points],
-            ],
+            yerr=error_bars(points, "ms_median", low="ms_low", high="ms_high"),
             color=colour,
             marker=marker,
             linestyle=dashes,

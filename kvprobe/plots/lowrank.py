@@ -9,7 +9,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from kvprobe.plots.style import DOTS, HEAT, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
+from kvprobe.plots.style import DOTS, HEAT, INK, TWO_COLUMNS, error_bars, legend_above, look, panels, styled, titled
 from kvprobe.results.phrases import fitted_to
 from kvprobe.results.result import Row
 
@@ -39,10 +39,7 @@ def draw_loss(rows: list[Row], ax: Axes, *, fitted: str = "later tokens of the s
             # side by side, so that intervals do not cover each other
             [row["rank"] * (1 + 0.02 * (i - (len(lines) - 1) / 2)) for row in points],
             [row["loss"] for row in points],
-            yerr=[
-                [row["delta"] - row["delta_low"] for row in points],
-                [row["delta_high"] - row["delta"] for row in points],
-            ],
+            yerr=error_bars(points),
             **look(i),
             capsize=3,
             elinewidth=1,

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kvprobe.plots.cache import LOOK
-from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, panels, styled, titled
+from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, error_bars, panels, styled, titled
 from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Amount
 
@@ -39,10 +39,7 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
         ax.errorbar(
             [row["bytes_per_token"] for row in points],
             [row["loss"] for row in points],
-            yerr=[
-                [row["delta"] - row["delta_low"] for row in points],
-                [row["delta_high"] - row["delta"] for row in points],
-            ],
+            yerr=error_bars(points),
             color=colour,
             marker=marker,
             # open if the basis was fitted to the scored tokens

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from kvprobe.results.result import Row
 from kvprobe.results.visible import visible
 
 # Okabe and Ito (2008), in an order whose neighbours also differ in lightness
@@ -39,6 +40,13 @@ def look(index: int) -> dict[str, Any]:
         "markersize": 4.5,
         "linewidth": 1.2,
     }
+
+
+def error_bars(
+    rows: Sequence[Row], middle: str = "delta", *, low: str = "delta_low", high: str = "delta_high"
+) -> list[list[float]]:
+    """How far the error bars of ``rows`` reach below and above ``middle``: ``[2][n]``, as ``errorbar`` takes them."""
+    return [[row[middle] - row[low] for row in rows], [row[high] - row[middle] for row in rows]]
 
 
 class Drawn(Figure):

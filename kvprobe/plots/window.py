@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, legend_above, look, panels, styled, titled
+from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, error_bars, legend_above, look, panels, styled, titled
 from kvprobe.results.result import Row
 
 CHOICES = {"first": "the first tokens", "bos": "BOS", "random": "tokens at random", "heaviest": "the heaviest keys"}
@@ -38,12 +38,10 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
         )
         # side by side, so that intervals do not cover each other
         places = [ticks.index(row[across]) + 0.12 * (i - (len(groups) - 1) / 2) for row in points]
-        below = [row["delta"] - row["delta_low"] for row in points]
-        above = [row["delta_high"] - row["delta"] for row in points]
         name = _sinks(group) if several else CHOICES[choice] if len(choices) > 1 else f"window {group:,}"
         name += f", {CHOICES[choice]}" if several and group and len(choices) > 1 else ""
         ax.errorbar(
-            places, [row["delta"] for row in points], [below, above], **look(i), capsize=3, elinewidth=1, label=name
+            places, [row["delta"] for row in points], error_bars(points), **look(i), capsize=3, elinewidth=1, label=name
         )
     ax.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     ax.set(
