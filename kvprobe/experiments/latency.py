@@ -177,7 +177,34 @@ class Latency(Experiment):
     @classmethod
     def summary(cls, result: Result) -> list[str]:
         """The lines under the table."""
-        return _summary(result)
+        rows, run = result.rows, result.run
+        lines = [
+            "",
+            *phrases.lines(run),
+            f"{run['model']} ({run['source']}), {run['dtype']}, {run['device']}: the machine reads "
+            f"{run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} "
+            f"GFLOP/s, ridge point {run['ridge_point']:.1f} FLOP/B",
+            "start-up, once a process: " + ", ".join(f"{name} {s:.2f} s" for name, s in run["start_up_s"].items())
+            if run["start_up_s"]
+            else "",
+        ]
+        cached = [row for row in rows if row["phase"] == "cached"]
+        if cached:
+            best = max(cached, key=lambda row: row["fraction_of_ceiling"])
+            lines.append(
+                f"decode reaches {best['fraction_of_ceiling']:.0%} of its ceiling at {best['context']:,} tokens, batch "
+                f"{best['batch']:,}; attention's own intensity is {best['attention_intensity']:g} FLOP/B at every "
+                "length"
+            )
+        if any(row["fraction_of_ceiling"] > 1 for row in rows):
+            lines.append(f"a row above 100%: {ABOVE}")
+        binds = ", ".join(
+            f"{int(context):,} tokens: "
+            + ("never, the cache keeps bandwidth the limit" if batch is None else f"batch {batch:,}")
+            for context, batch in run["arithmetic_binds_at_batch"].items()
+        )
+        lines.append(f"arithmetic binds decode from: {binds}")
+        return [line for i, line in enumerate(lines) if line or i == 0]
 
 
 def _sentence(result: Result) -> str:
@@ -197,33 +224,3 @@ def _sentence(result: Result) -> str:
     if row["fraction_of_ceiling"] > 1:
         return f"{said}; with it, more than was measured of {bound}: {ABOVE}"
     return f"{said}; with it, {row['fraction_of_ceiling']:.0%} of what {bound} allows is reached"
-
-
-def _summary(result: Result) -> list[str]:
-    rows, run = result.rows, result.run
-    lines = [
-        "",
-        *phrases.lines(run),
-        f"{run['model']} ({run['source']}), {run['dtype']}, {run['device']}: the machine reads "
-        f"{run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s, "
-        f"ridge point {run['ridge_point']:.1f} FLOP/B",
-        "start-up, once a process: " + ", ".join(f"{name} {s:.2f} s" for name, s in run["start_up_s"].items())
-        if run["start_up_s"]
-        else "",
-    ]
-    cached = [row for row in rows if row["phase"] == "cached"]
-    if cached:
-        best = max(cached, key=lambda row: row["fraction_of_ceiling"])
-        lines.append(
-            f"decode reaches {best['fraction_of_ceiling']:.0%} of its ceiling at {best['context']:,} tokens, batch "
-            f"{best['batch']:,}; attention's own intensity is {best['attention_intensity']:g} FLOP/B at every length"
-        )
-    if any(row["fraction_of_ceiling"] > 1 for row in rows):
-        lines.append(f"a row above 100%: {ABOVE}")
-    binds = ", ".join(
-        f"{int(context):,} tokens: "
-        + ("never, the cache keeps bandwidth the limit" if batch is None else f"batch {batch:,}")
-        for context, batch in run["arithmetic_binds_at_batch"].items()
-    )
-    lines.append(f"arithmetic binds decode from: {binds}")
-    return [line for i, line in enumerate(lines) if line or i == 0]

@@ -192,7 +192,26 @@ class Lowrank(Experiment):
     @classmethod
     def sentence(cls, result: Result) -> str:
         """What the rows support, in one plain sentence; of a `spectrum` too."""
-        return _sentence(result)
+        run = result.run
+        what = {"kv": "keys and values", "k": "keys", "v": "values"}[run["of"]]
+        if run.get("spectrum"):
+            stage, width = result.rows[0]["stage"], result.rows[0]["width"]
+            ranks = {row["layer"]: row["rank_99"] for row in result.rows if row["stage"] == stage}
+            return (
+                f"{passage_of(run)}: 99 % of the energy of the {what} ({stage}) lie in {min(ranks.values()):,} to "
+                f"{max(ranks.values()):,} of {width:,} directions, by layer; the median is "
+                f"{statistics.median_low(ranks.values()):,}"
+            )
+        rows = [row for row in result.rows if row["rank"] is not None and row["allocate"] == "uniform"]
+        best, worst = (pick(rows, key=lambda row: row["rank"]) for pick in (max, min))
+        saw = {
+            "oracle": "an oracle basis, which saw the scored tokens",
+            "prefix": "a basis of the tokens before the scored ones",
+            "heldout": f"a basis of {fitted_to(run)}",
+        }[run["basis"]]
+        said = f"{passage_of(run)}: with {what} at rank {best['rank']:,} of {best['width']:,} in every layer ({saw}) "
+        said += f"the loss {change_of(best)}"
+        return said if best is worst else f"{said}; at rank {worst['rank']:,} it {change_of(worst)}"
 
     @classmethod
     def table_columns(cls, result: Result) -> list[str]:
@@ -216,7 +235,19 @@ class Lowrank(Experiment):
         if run.get("spectrum"):
             centred = ", centred" if run["centered"] else ""
             return ["", f"{passage_of(run)}, {run['of']}{centred}: one full pass"]
-        return _summary(result)
+        first = result.rows[0]
+        fitted = (f"{fitted_to(run)}, " if run["fit_text"] else "") + f"{run['n_fitted']:,} tokens"
+        lines = [
+            "",
+            f"{passage_of(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on",
+            f"{first['of']} {first['stage']}, width {first['width']:,}, {first['bytes_full']:,} bytes in full; "
+            f"{first['basis']} basis{', centred' if first['centered'] else ''}, fitted on {fitted}: rank at most "
+            f"{first['limit']:,}",
+            f"interval: {run['interval']}",
+        ]
+        if run.get("has_local_layers"):
+            lines.append("layers with their own window are truncated over the whole passage as well")
+        return lines
 
     @classmethod
     def figure(cls, result: Result, **how: Any) -> "Figure":
@@ -231,45 +262,6 @@ class Lowrank(Experiment):
 def pooled(rows: list[Row]) -> list[Row]:
     """Of several passages, only the rows of all passages together; other rows unchanged."""
     return [row for row in rows if row.get("passage") == "all"] or rows
-
-
-def _sentence(result: Result) -> str:
-    run = result.run
-    what = {"kv": "keys and values", "k": "keys", "v": "values"}[run["of"]]
-    if run.get("spectrum"):
-        stage, width = result.rows[0]["stage"], result.rows[0]["width"]
-        ranks = {row["layer"]: row["rank_99"] for row in result.rows if row["stage"] == stage}
-        return (
-            f"{passage_of(run)}: 99 % of the energy of the {what} ({stage}) lie in {min(ranks.values()):,} to "
-            f"{max(ranks.values()):,} of {width:,} directions, by layer; the median is "
-            f"{statistics.median_low(ranks.values()):,}"
-        )
-    rows = [row for row in result.rows if row["rank"] is not None and row["allocate"] == "uniform"]
-    best, worst = (pick(rows, key=lambda row: row["rank"]) for pick in (max, min))
-    saw = {
-        "oracle": "an oracle basis, which saw the scored tokens",
-        "prefix": "a basis of the tokens before the scored ones",
-        "heldout": f"a basis of {fitted_to(run)}",
-    }[run["basis"]]
-    said = f"{passage_of(run)}: with {what} at rank {best['rank']:,} of {best['width']:,} in every layer ({saw}) the "
-    said += f"loss {change_of(best)}"
-    return said if best is worst else f"{said}; at rank {worst['rank']:,} it {change_of(worst)}"
-
-
-def _summary(result: Result) -> list[str]:
-    run, first = result.run, result.rows[0]
-    fitted = (f"{fitted_to(run)}, " if run["fit_text"] else "") + f"{run['n_fitted']:,} tokens"
-    lines = [
-        "",
-        f"{passage_of(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on",
-        f"{first['of']} {first['stage']}, width {first['width']:,}, {first['bytes_full']:,} bytes in full; "
-        f"{first['basis']} basis{', centred' if first['centered'] else ''}, fitted on {fitted}: rank at most "
-        f"{first['limit']:,}",
-        f"interval: {run['interval']}",
-    ]
-    if run.get("has_local_layers"):
-        lines.append("layers with their own window are truncated over the whole passage as well")
-    return lines
 
 
 def _about(fit: "Passage") -> dict[str, Any]:

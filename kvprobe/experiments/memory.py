@@ -97,7 +97,19 @@ class Memory(Experiment):
     @classmethod
     def sentence(cls, result: Result) -> str:
         """What the rows support, in one plain sentence."""
-        return _sentence(result)
+        exact, longest = exact_caches(result), max(row["context"] for row in result.rows)
+        said = f"{result.run['model']}: " + (
+            f"{', '.join(exact)} hold what the formula says, to the byte"
+            if exact
+            else "no cache holds what its formula says"
+        )
+        worst = max((row for row in result.rows if row["context"] == longest), key=lambda row: row["pinned_bytes"])
+        if worst["pinned_bytes"]:
+            said += (
+                f"; {worst['cache']} keep {Amount(worst['pinned_bytes'])} alive at {longest:,} tokens that nothing "
+                f"reads, {worst['ratio']:.2f} times the formula in all"
+            )
+        return said
 
     @classmethod
     def notices(cls, result: Result) -> list[str]:
@@ -110,43 +122,23 @@ class Memory(Experiment):
     @classmethod
     def summary(cls, result: Result) -> list[str]:
         """The lines under the table."""
-        return _summary(result)
+        rows, run = result.rows, result.run
+        lines = [
+            "",
+            f"{run['model']} ({run['source']}), {run['dtype']}, batch {run['batch']:,}, counted by {run['counted_by']}",
+        ]
+        if exact := exact_caches(result):
+            lines.append(f"to the byte what the formula says: {', '.join(exact)}")
+        for name in dict.fromkeys(row["cache"] for row in rows if row["pinned_bytes"]):
+            worst = max((row for row in rows if row["cache"] == name), key=lambda row: row["pinned_bytes"])
+            lines.append(
+                f"{name}: at {worst['context']:,} tokens views keep {Amount(worst['pinned_bytes'])} alive that nothing "
+                f"reads, {worst['ratio']:.2f} times the formula in all"
+            )
+        return lines
 
 
 def exact_caches(result: Result) -> list[str]:
     """The kinds that hold, at every context, to the byte what their formula says."""
     kinds = dict.fromkeys(row["cache"] for row in result.rows)
     return [kind for kind in kinds if all(row["excess_bytes"] == 0 for row in result.rows if row["cache"] == kind)]
-
-
-def _sentence(result: Result) -> str:
-    exact, longest = exact_caches(result), max(row["context"] for row in result.rows)
-    said = f"{result.run['model']}: " + (
-        f"{', '.join(exact)} hold what the formula says, to the byte"
-        if exact
-        else "no cache holds what its formula says"
-    )
-    worst = max((row for row in result.rows if row["context"] == longest), key=lambda row: row["pinned_bytes"])
-    if worst["pinned_bytes"]:
-        said += (
-            f"; {worst['cache']} keep {Amount(worst['pinned_bytes'])} alive at {longest:,} tokens that nothing reads, "
-            f"{worst['ratio']:.2f} times the formula in all"
-        )
-    return said
-
-
-def _summary(result: Result) -> list[str]:
-    rows, run = result.rows, result.run
-    lines = [
-        "",
-        f"{run['model']} ({run['source']}), {run['dtype']}, batch {run['batch']:,}, counted by {run['counted_by']}",
-    ]
-    if exact := exact_caches(result):
-        lines.append(f"to the byte what the formula says: {', '.join(exact)}")
-    for name in dict.fromkeys(row["cache"] for row in rows if row["pinned_bytes"]):
-        worst = max((row for row in rows if row["cache"] == name), key=lambda row: row["pinned_bytes"])
-        lines.append(
-            f"{name}: at {worst['context']:,} tokens views keep {Amount(worst['pinned_bytes'])} alive that nothing "
-            f"reads, {worst['ratio']:.2f} times the formula in all"
-        )
-    return lines

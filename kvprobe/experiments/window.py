@@ -146,7 +146,24 @@ class Window(Experiment):
     @classmethod
     def summary(cls, result: Result) -> list[str]:
         """The lines under the table, of a `stream` too."""
-        return _summary(result)
+        run, first = result.run, result.rows[0]
+        lines = [
+            "",
+            f"{passage_of(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on; a window counts the "
+            "query, sinks are in addition",
+        ]
+        if nothing := _cuts_nothing(result):
+            lines.append(nothing)
+        if run.get("stream"):
+            what = "loss is the mean up to at_token, stretch_loss since the row before"
+            lines.append(f"streamed once through a rolling cache; {what}")
+        if first["local_layers"]:
+            lines.append(f"layers with a window of their own: {first['local_layers']}")
+        if first["has_sink_logits"]:
+            dropped = any(row["sink_logits_dropped"] for row in result.rows)
+            said = ", dropped in every row but the first" if dropped else ""
+            lines.append(f"the model has learned sink logits{said}")
+        return lines
 
     @classmethod
     def figure(cls, result: Result, **how: Any) -> "Figure":
@@ -187,27 +204,6 @@ def stream(
     )
     local_layers = describe_local_layers(subject.loaded.spec.windows)
     return Result("window", rows(config, results, n_front=subject.passage.n_front, local_layers=local_layers), record)
-
-
-def _summary(result: Result) -> list[str]:
-    run, first = result.run, result.rows[0]
-    lines = [
-        "",
-        f"{passage_of(run)}, {run['n_targets']:,} targets from {run['score_from'] + 1:,} on; a window counts the "
-        "query, sinks are in addition",
-    ]
-    if nothing := _cuts_nothing(result):
-        lines.append(nothing)
-    if run.get("stream"):
-        lines.append(
-            "streamed once through a rolling cache; loss is the mean up to at_token, stretch_loss since the row before"
-        )
-    if first["local_layers"]:
-        lines.append(f"layers with a window of their own: {first['local_layers']}")
-    if first["has_sink_logits"]:
-        dropped = any(row["sink_logits_dropped"] for row in result.rows)
-        lines.append(f"the model has learned sink logits{', dropped in every row but the first' if dropped else ''}")
-    return lines
 
 
 def _cuts_nothing(result: Result) -> str:
