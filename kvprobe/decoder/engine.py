@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
-from kvprobe.caches.layer import KVCache
+from kvprobe.caches.layer import Attend, KVCache
 from kvprobe.decoder.linear import widening
-from kvprobe.decoder.model import Attend, Decoder
+from kvprobe.decoder.model import Decoder
 
 
 class Engine(Protocol):

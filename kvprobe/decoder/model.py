@@ -26,8 +26,6 @@ from kvprobe.caches.rolling import RollingCache
 from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.decoder.weights import config_of, load_weights
 
-__all__ = ["Attend", "Decoder", "DecoderConfig", "Rotary", "from_hf"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Pass:

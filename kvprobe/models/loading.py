@@ -17,11 +17,6 @@ from kvprobe.progress import Progress, silent
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.shape.spec import Spec
 
-__all__ = [
-    "Checkpoint", "Loaded", "available", "check", "device_for", "find", "load", "load_spec", "quiet", "read_config",
-    "revision_of", "weights_bytes",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     import torch
 
@@ -336,9 +331,3 @@ def device_for(device: str | None) -> "torch.device":
             f"the device {device!r} cannot be used here ({reason}); omit --device, or use cpu"
         ) from error
     return place
-
-
-def weights_bytes(files: list[Path], *, dtype: str) -> int:
-    """Bytes of all tensors of safetensors files when loaded at `dtype`, from the files' headers alone."""
-    tensors = [tensor for path in files for tensor in headers.read_header(path, path.name).values()]
-    return sum(tensor.n_elements for tensor in tensors) * DTYPE_BYTES[dtype]

@@ -29,7 +29,7 @@ def load_random(
 
     progress(f"drawing the weights of {of['name']}", 0, None)
     config = config.get("text_config", config)
-    with loading.quiet(), torch.random.fork_rng(devices=[]):
+    with checkpoint_checks.quiet(), torch.random.fork_rng(devices=[]):
         checkpoint_checks.refuse_foreign(of["name"], config)
         settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "torch_dtype")}
         built = AutoConfig.for_model(config["model_type"], **settings)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from kvprobe.caches.full import FullCache
-from kvprobe.caches.layer import KVCache
+from kvprobe.caches.layer import Attend, KVCache
 from kvprobe.caches.rolling import RollingCache
-from kvprobe.decoder.model import MLP, Attend, Attention, Block, Decoder, Norm
+from kvprobe.decoder.model import MLP, Attention, Block, Decoder, Norm
 
 # the fields of a decoder's configuration that compiled code honours; any other field is refused by name
 HONOURED = frozenset(

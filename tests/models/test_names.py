@@ -161,9 +161,6 @@ def test_a_model_beyond_the_free_memory_is_refused_with_both_numbers(gpt2_random
     import psutil
 
     n_elements = sum(p.numel() for p in loading.load(str(gpt2_random), device="cpu").model.parameters())
-    files = [gpt2_random / "model.safetensors"]
-    assert loading.weights_bytes(files, dtype="float32") == 4 * n_elements
-    assert loading.weights_bytes(files, dtype="bfloat16") == 2 * n_elements
 
     class Memory:
         available = 4 * n_elements - 1
