@@ -22,6 +22,7 @@ from kvprobe.errors import KvprobeError
 from kvprobe.files.store import disk_error, try_lock
 from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
+from kvprobe.results.phrases import counted
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Row
 from kvprobe.shape.parameters import attention_parameters
@@ -104,8 +105,7 @@ class TrainingRun:
     def words(self) -> str:
         """Its name in progress and records."""
         kind = "" if self.parent is None else ", uptrained"
-        plural = "s" if self.config.n_kv_heads > 1 else ""
-        return f"{self.config.n_kv_heads} KV head{plural}, seed {self.plan.seed}{kind}"
+        return f"{counted(self.config.n_kv_heads, 'KV head')}, seed {self.plan.seed}{kind}"
 
     def uptrained(self, n_kv_heads: int, *, steps: int) -> "TrainingRun":
         """The cell that pools this multi-head one's heads and trains on for ``steps``."""

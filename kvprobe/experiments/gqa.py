@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress
 from kvprobe.results.html import Column, amount, thousandths
-from kvprobe.results.phrases import passage_of, training_of
+from kvprobe.results.phrases import counted, passage_of, training_of
 from kvprobe.results.result import Result, Row
 
 if TYPE_CHECKING:
@@ -193,12 +193,11 @@ def sentences(result: Result) -> list[str]:
         return said
     said = [training_of(run)]
     for row in run["summary"]:
-        seeds = f"{row['n_seeds']} seed{'s' if row['n_seeds'] > 1 else ''}"
         within = "no interval" if row["low"] is None else f"95 % interval {row['low']:.3f} to {row['high']:.3f}"
         first, last = row["best_steps"]
         at = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
-        line = f"{_heads(row['n_kv_heads'])}: best validation loss {row['mean']:.3f} ({within}, {seeds}; at {at}, "
-        line += f"{row['last']:.3f} after the last)"
+        line = f"{counted(row['n_kv_heads'], 'KV head')}: best validation loss {row['mean']:.3f} ({within}, "
+        line += f"{counted(row['n_seeds'], 'seed')}; at {at}, {row['last']:.3f} after the last)"
         if row["verdict"] is not None:
             change = _between(row["difference"], row["difference_low"], row["difference_high"], 90)
             pairs = f" over the {row['n_pairs']} seeds of both" if row["n_pairs"] < row["n_seeds"] else ""
@@ -215,10 +214,6 @@ def sentences(result: Result) -> list[str]:
     if run["missing"]:
         said.append(f"not trained yet: {'; '.join(run['missing'])}")
     return said
-
-
-def _heads(number: int) -> str:
-    return f"{number} KV head{'s' if number > 1 else ''}"
 
 
 def _between(mean: float, low: float | None, high: float | None, level: int) -> str:

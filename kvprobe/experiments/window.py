@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress, silent
 from kvprobe.results.html import Column, tenths, thousandths
-from kvprobe.results.phrases import change_of, interval_of, passage_of, signed
+from kvprobe.results.phrases import change_of, interval_of, passage_of, signed, sinks_of
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result, Row
 
@@ -135,8 +135,8 @@ class Window(Experiment):
         cells = [row for row in cells if row["window"] == smallest]
         few, many = (pick(cells, key=lambda row: row["n_sink"]) for pick in (min, max))
         said = f"{passage_of(result.run)}: with the last {smallest:,} tokens ({result.run['positions']} positions) and "
-        said += f"{_sinks(few['n_sink'])} the loss {change_of(few)}"
-        return said if few is many else f"{said}; with {_sinks(many['n_sink'])} it {change_of(many)}"
+        said += f"{sinks_of(few['n_sink'])} the loss {change_of(few)}"
+        return said if few is many else f"{said}; with {sinks_of(many['n_sink'])} it {change_of(many)}"
 
     @classmethod
     def table_columns(cls, result: Result) -> list[str]:
@@ -214,10 +214,6 @@ def _cuts_nothing(result: Result) -> str:
         return ""
     sizes = " and ".join(f"{window:,}" for window in whole)
     return f"a window of {sizes} tokens cuts nothing: the passage has {n_tokens:,}"
-
-
-def _sinks(n_sink: int) -> str:
-    return "no sinks" if not n_sink else "1 sink" if n_sink == 1 else f"{n_sink} sinks"
 
 
 def _default_sinks(positions: str, choice: str, n_front: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from kvprobe.plots.style import COLOURS, INK, ONE_COLUMN, TWO_COLUMNS, panels, styled
+from kvprobe.results.phrases import counted
 
 TOKENS = ("The", "tide", "came", "in", "over")
 # light, and still apart from white in grey print
@@ -51,7 +52,7 @@ def draw_sharing(ax: Axes, *, n_heads: int, n_kv_heads: int) -> Axes:
     ax.text(
         n_heads / 2,
         -0.3,
-        f"{n_kv_heads} KV head{'s' if n_kv_heads > 1 else ''}: {2 * n_kv_heads} vectors a token and layer",
+        f"{counted(n_kv_heads, 'KV head')}: {2 * n_kv_heads} vectors a token and layer",
         ha="center",
         va="top",
         fontsize=7,

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from kvprobe.plots.style import COLOURS, INK, error_bars, look, panels, styled, titled
-from kvprobe.results.phrases import training_of
+from kvprobe.results.phrases import counted, training_of
 from kvprobe.results.result import Row
 from kvprobe.shape.cache_bytes import Amount
 
@@ -54,7 +54,8 @@ def draw(
             label="one seed",
         )
     ax.set_xscale("log", base=2)
-    ax.set_xticks(at, [f"{Amount(row['cache_bytes_per_token'])}\n{_heads(row['n_kv_heads'])}" for row in rows])
+    heads = [counted(row["n_kv_heads"], "KV head") for row in rows]
+    ax.set_xticks(at, [f"{Amount(n_bytes)}\n{name}" for n_bytes, name in zip(at, heads, strict=True)])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.margins(x=0.12)
     ax.set(xlabel="cache a token", ylabel=loss)
@@ -94,7 +95,3 @@ def _pooled(row: Row, first: Row) -> Row:
     if row is first:
         low = high = None
     return row | {"mean": row["best_val_loss"], "low": low, "high": high}
-
-
-def _heads(number: int) -> str:
-    return f"{number} KV head{'s' if number > 1 else ''}"

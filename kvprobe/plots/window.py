@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, error_bars, legend_above, look, panels, styled, titled
+from kvprobe.results.phrases import sinks_of
 from kvprobe.results.result import Row
 
 CHOICES = {"first": "the first tokens", "bos": "BOS", "random": "tokens at random", "heaviest": "the heaviest keys"}
@@ -38,7 +39,7 @@ def draw(rows: list[Row], ax: Axes) -> Axes:
         )
         # side by side, so that intervals do not cover each other
         places = [ticks.index(row[across]) + 0.12 * (i - (len(groups) - 1) / 2) for row in points]
-        name = _sinks(group) if several else CHOICES[choice] if len(choices) > 1 else f"window {group:,}"
+        name = sinks_of(group) if several else CHOICES[choice] if len(choices) > 1 else f"window {group:,}"
         name += f", {CHOICES[choice]}" if several and group and len(choices) > 1 else ""
         ax.errorbar(
             places, [row["delta"] for row in points], error_bars(points), **look(i), capsize=3, elinewidth=1, label=name
@@ -60,7 +61,3 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: b
         draw(rows, ax)
         targets = f"targets {run['score_from'] + 1:,} to {run['n_tokens'] - 1:,} of {run['passage']}"
         return titled(fig, f"{run['model']}: {run['positions']} positions, {targets}") if title else fig
-
-
-def _sinks(number: int) -> str:
-    return "no sinks" if number == 0 else f"{number} sink{'s' if number > 1 else ''}"

@@ -31,11 +31,11 @@ def fitted_to(run: Mapping[str, Any]) -> str:
 
 def training_of(run: Mapping[str, Any]) -> str:
     """What a model was trained on and how, as ``time-machine, 600 steps, the published protocol``."""
-    said = f"{run['corpus']}, {_steps(run['steps'])}, {run['protocol']}"
+    said = f"{run['corpus']}, {counted(run['steps'], 'step')}, {run['protocol']}"
     if run.get("uptrain") is None:
         return said
     control = ", multi-head too" if run["n_heads"] in run["kv_heads"] else ""
-    return f"{said}; then heads pooled and uptrained for {_steps(run['uptrain_steps'])}{control}"
+    return f"{said}; then heads pooled and uptrained for {counted(run['uptrain_steps'], 'step')}{control}"
 
 
 def interval_of(block_length: int) -> str:
@@ -54,8 +54,14 @@ def change_of(row: Row) -> str:
     return f"does not differ measurably from the full pass ({signed(row['delta'])} nat a token, {within})"
 
 
-def _steps(number: int) -> str:
-    return f"{number:,} step{'s' if number != 1 else ''}"
+def counted(number: int, what: str) -> str:
+    """As ``1 step`` or ``600 steps``."""
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
+
+
+def sinks_of(n_sink: int) -> str:
+    """As ``no sinks`` or ``4 sinks``."""
+    return counted(n_sink, "sink") if n_sink else "no sinks"
 
 
 def signed(value: float) -> str:
