@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +81,10 @@ def identity(record: Mapping[str, Any], input_ids: Tensor, settings: Mapping[str
 
 
 @dataclass(frozen=True)
-class StreamCheckpoint:
-    """A file from which a killed stream continues: sums and cache in one :class:`kvprobe.training.checkpoint.Snapshot`.
+class StreamCheckpoint(Snapshot):
+    """A file from which a killed stream continues: its progress is what stands there, its cache the tensors."""
 
-    ``identity`` is what the file must have been written for. Raises KvprobeError as a snapshot does.
-    """
-
-    path: Path
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    kind: Kind = STREAM
 
     @classmethod
     def within(cls, directory: Path, identity: Mapping[str, Any]) -> "StreamCheckpoint":
@@ -103,32 +99,14 @@ class StreamCheckpoint:
                 raise KvprobeError("another run of this stream is in progress: wait for it, or give another --state")
             yield
 
-    def read(self) -> StreamProgress | None:
+    def progress(self) -> StreamProgress | None:
         """How far the run was; None if there is no file."""
-        saved = self._file.standing()
-        if saved is None:
-            return None
+        saved = self.standing()
         try:
-            return StreamProgress.of(saved)
+            return None if saved is None else StreamProgress.of(saved)
         except (KeyError, TypeError):
-            raise self._file.foreign() from None
+            raise self.foreign() from None
 
-    def restore(self, cache: RollingCache) -> None:
-        """Fill an empty ``cache`` of the same make with what it held."""
-        cache.restore(self._file.tensors())
-
-    def write(self, standing: StreamProgress, cache: RollingCache | None = None) -> None:
+    def save(self, progress: StreamProgress, cache: RollingCache | None = None) -> None:
         """Replace what stood there."""
-        self._file.write(asdict(standing), {} if cache is None else cache.state())
-
-    def remove(self) -> None:
-        """Forget the run, if there was one. Another kind of file is refused, not removed."""
-        self._file.remove()
-
-    def clear_partial(self) -> None:
-        """Remove what a kill in the middle of a write left."""
-        self._file.clear_partial()
-
-    @property
-    def _file(self) -> Snapshot:
-        return Snapshot(self.path, self.identity, STREAM)
+        self.write(asdict(progress), {} if cache is None else cache.state())

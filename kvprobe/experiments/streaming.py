@@ -112,18 +112,18 @@ def stream(
     shape, weight, slots = decoder.config, decoder.embedding.weight, max(map(sum, config.cells))
     need = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * slots * weight.element_size()
     check_memory(f"a rolling cache of {slots:,} tokens", need, weight.device, hint="a smaller --window")
-    saved_progress = state.read() if state is not None else None
+    saved_progress = state.progress() if state is not None else None
     now = StreamProgress() if saved_progress is None else replace(saved_progress, resumed=saved_progress.resumed + 1)
     if state is not None:
         state.clear_partial()
         if saved_progress is None:
-            state.write(now)  # a place that cannot be written to is found before the work, not after it
+            state.save(now)  # a place that cannot be written to is found before the work, not after it
     began = time.monotonic() - now.seconds
     saved, cost = time.monotonic(), 0.0
     for window, n_sink in config.cells[len(now.done) :]:
         cache = decoder.rolling_cache(window, n_sink=n_sink, positions=config.positions)
         if state is not None and now.length:
-            state.restore(cache)
+            cache.restore(state.tensors())
         chunk = config.chunk or window
         # always from a multiple of `chunk`, also after a kill: other chunks would round differently
         for first in range(now.length, n_tokens - 1, chunk):
@@ -138,12 +138,12 @@ def stream(
             waited, due = time.monotonic() - saved, len(now.stretches) > n_before
             if state is not None and waited >= max(10 * cost, 0.0 if due else SECONDS_BETWEEN_SAVES):
                 start = time.monotonic()
-                state.write(now, cache)
+                state.save(now, cache)
                 saved = time.monotonic()
                 cost = saved - start
         now = StreamProgress((*now.done, now.stretches), seconds=now.seconds, resumed=now.resumed)
         if state is not None:
-            state.write(now)
+            state.save(now)
     return [*now.done]
 
 

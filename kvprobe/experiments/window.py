@@ -191,7 +191,7 @@ def stream(
     from kvprobe.probes.windows import describe_local_layers
 
     results = read_stream(decoder, subject.input_ids[0], config, state=state, progress=progress)
-    standing = state.read()
+    standing = state.progress()
     assert standing is not None
     record = run_record(
         subject.record(),

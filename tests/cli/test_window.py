@@ -143,7 +143,7 @@ from types import SimpleNamespace
 from kvprobe.cli.main import main
 from kvprobe.experiments import stream_checkpoint, streaming
 
-write = stream_checkpoint.StreamCheckpoint.write
+write = stream_checkpoint.StreamCheckpoint.save
 
 def write_and_die(state, standing, cache=None):
     write(state, standing, cache)
@@ -151,7 +151,7 @@ def write_and_die(state, standing, cache=None):
         os.kill(os.getpid(), signal.SIGKILL)
 
 streaming.time = SimpleNamespace(monotonic=lambda: 0.0)
-stream_checkpoint.StreamCheckpoint.write = write_and_die
+stream_checkpoint.StreamCheckpoint.save = write_and_die
 main()
 """
 

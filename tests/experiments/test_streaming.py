@@ -201,19 +201,19 @@ def test_a_resumed_stream_does_not_begin_again(tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         stream(decoder, ids, SOME, state=state, progress=stop)
-    standing = state.read()
+    standing = state.progress()
     assert standing.done == (expected[0],)
     # of the results every 50 tokens the fourth, after 29 chunks of 7; the fifth was about to be saved
     assert (standing.stretches, standing.length) == (expected[1][:4], 203)
     assert stream(decoder, ids, SOME, state=state, progress=lambda *given: told.append(given)) == expected
     assert told[0][:2] == ("window 8 + 3 sinks", 203 + 8)
-    finished = state.read()
+    finished = state.progress()
     assert (finished.done, finished.resumed) == (tuple(expected), 1)
     # and a finished one is only read
     assert stream(decoder, ids, SOME, state=state, progress=lambda *_: pytest.fail("worked")) == expected
     (tmp_path / ".s.partial").write_bytes(b"half")  # as a kill in the middle of a write leaves it
     state.remove()
-    assert state.read() is None
+    assert state.progress() is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -242,7 +242,7 @@ def test_a_state_is_saved_each_30_s_and_at_results_unless_that_took_a_tenth(
             saves.append(read)
 
     monkeypatch.setattr(streaming, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(StreamCheckpoint, "write", save)
+    monkeypatch.setattr(StreamCheckpoint, "save", save)
     config, ids = StreamConfig(windows=(8,), positions="cache", chunk=7, every=every), tiny_ids(7 * 15 + 1)[0]
     stream(rope_decoder(), ids, config, state=state_of(tmp_path / "s", config, ids), progress=work)
     assert saves == saved_at
@@ -272,16 +272,16 @@ def test_a_state_of_another_stream_is_refused_with_what_differs(tmp_path, change
 def test_a_state_is_tied_to_model_text_and_precision(tmp_path):
     ids = tiny_ids(60)[0]
     state = state_of(tmp_path / "s", SOME, ids)
-    state.write(StreamProgress())
+    state.save(StreamProgress())
     for other in ({"revision": "q"}, {"passage_sha256": "q"}, {"dtype": "bfloat16"}, {"device": "cuda"}):
         ((name, value),) = other.items()
         with pytest.raises(KvprobeError, match=f"{name} is .* there and {value} here"):
-            state_of(tmp_path / "s", SOME, ids, **other).read()
+            state_of(tmp_path / "s", SOME, ids, **other).progress()
         assert StreamCheckpoint.within(tmp_path, state_of(tmp_path, SOME, ids, **other).identity).path.name != (
             StreamCheckpoint.within(tmp_path, state.identity).path.name
         )
     with pytest.raises(KvprobeError, match="ids_sha256"):
-        state_of(tmp_path / "s", SOME, ids.flip(0)).read()
+        state_of(tmp_path / "s", SOME, ids.flip(0)).progress()
     assert StreamCheckpoint.within(tmp_path, state.identity) == StreamCheckpoint.within(
         tmp_path, dict(reversed(state.identity.items()))
     )
@@ -291,7 +291,7 @@ def test_a_state_is_tied_to_model_text_and_precision(tmp_path):
 def test_a_file_that_is_no_state_is_neither_read_nor_removed(tmp_path, content):
     (tmp_path / "s").write_bytes(content)
     state = state_of(tmp_path / "s", SOME, tiny_ids(9)[0])
-    for refused in (state.read, state.remove):
+    for refused in (state.progress, state.remove):
         with pytest.raises(KvprobeError, match="s is not a state of a stream"):
             refused()
     assert (tmp_path / "s").read_bytes() == content
@@ -349,7 +349,7 @@ def test_a_loss_that_is_not_finite_names_the_first_layer_and_is_not_kept(tmp_pat
     state = state_of(tmp_path / "s", SOME, ids)
     with pytest.raises(KvprobeError, match=r"not finite: blocks\.1\.mlp\.up is the first .* at float32; check the"):
         stream(decoder, ids, SOME, state=state)
-    assert state.read() == StreamProgress()
+    assert state.progress() == StreamProgress()
 
 
 @pytest.mark.smollm2

@@ -65,13 +65,13 @@ def _stream(model: str, options: dict[str, Any]) -> None:
     with state.held():
         if options["no_resume"]:
             state.remove()
-        if before := _where(state.read(), config, n_tokens):
+        if before := _where(state.progress(), config, n_tokens):
             notice(f"resuming {before} (--no-resume starts afresh)", quiet=quiet)
         try:
             with progress_bar(quiet) as progress:
                 result = stream(subject, decoder, config, state=state, progress=progress)
         except KeyboardInterrupt:
-            if after := _where(state.read(), config, n_tokens):
+            if after := _where(state.progress(), config, n_tokens):
                 notice(f"kept: the same command resumes {after}", quiet=quiet)
             raise
         show(result, Window, options)
