@@ -60,22 +60,6 @@ def refuse_nonsense(name: str, config: Mapping[str, Any]) -> None:
                     )
 
 
-def refuse_pickles(name: str, directory: Path) -> None:
-    """Raise UnsupportedModelError for a directory in which `headers.weight_files` found no weights."""
-    files = sorted(path.name for path in directory.iterdir())
-    if pickled := [file for file in files if file.endswith((".bin", ".pt", ".pth"))]:
-        raise UnsupportedModelError(
-            f"{name} has only pickled weights ({pickled[0]}), and reading a pickle runs what is in it; "
-            "kvprobe reads model.safetensors only: convert it where you trust it"
-        )
-    if shards := [file for file in files if file.endswith(".safetensors")]:
-        raise UnsupportedModelError(
-            f"{name} has {shards[0]}, but neither model.safetensors nor the model.safetensors.index.json that says "
-            "which files belong together: fetch it again"
-        )
-    raise UnsupportedModelError(f"{name} has no weights that kvprobe reads: model.safetensors is missing")
-
-
 def refuse_unlike(name: str, spec: Spec, tensors: Mapping[str, Tensor]) -> None:
     """Raise KvprobeError if the configuration describes far more than the files hold.
 

@@ -6,7 +6,7 @@ used, so that a model fetched by another tool is found.
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,8 @@ def fetch(repo: str, *, only_config: bool = False, progress: Progress = silent) 
     try:
         if "adapter_config.json" in names:
             refuse_adapter(repo, Path(hf_hub_download(repo, "adapter_config.json", etag_timeout=_CONNECT_S)).parent)
-        _refuse_without_safetensors(repo, names)
+        if not names & {"model.safetensors", "model.safetensors.index.json"}:
+            raise weightless(repo, names)
         if only_config:
             return Path(hf_hub_download(repo, "config.json", etag_timeout=_CONNECT_S)).parent
         bars = _bars(f"downloading {repo}", progress)
@@ -177,16 +178,19 @@ def refuse_adapter(name: str, directory: Path) -> None:
     )
 
 
-def _refuse_without_safetensors(repo: str, names: set[str]) -> None:
-    if names & {"model.safetensors", "model.safetensors.index.json"}:
-        return
-    pickled = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
-    if pickled:
-        raise UnsupportedModelError(
-            f"{repo} has only pickled weights ({pickled[0]}), and reading a pickle runs what is in it; kvprobe reads "
+def weightless(name: str, files: Collection[str]) -> UnsupportedModelError:
+    """The error for a model whose ``files`` have no weights that kvprobe reads."""
+    if pickled := sorted(file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt"))):
+        return UnsupportedModelError(
+            f"{name} has only pickled weights ({pickled[0]}), and reading a pickle runs what is in it; kvprobe reads "
             "model.safetensors only: convert it where you trust it, and give the directory"
         )
-    raise UnsupportedModelError(f"{repo} has no model.safetensors, so it has no weights that kvprobe reads")
+    if shards := sorted(file for file in files if file.endswith(".safetensors")):
+        return UnsupportedModelError(
+            f"{name} has {shards[0]}, but neither model.safetensors nor the model.safetensors.index.json that says "
+            "which files belong together: fetch it again"
+        )
+    return UnsupportedModelError(f"{name} has no weights that kvprobe reads: model.safetensors is missing")
 
 
 def _of_the_network(error: Exception) -> bool:

@@ -161,7 +161,7 @@ def _inspected(checkpoint: Checkpoint) -> tuple[dict[str, Any], Spec, dict[str, 
     spec = checkpoint_checks.read_spec(checkpoint.name, config)
     files = headers.weight_files(checkpoint.directory)
     if not files:
-        checkpoint_checks.refuse_pickles(checkpoint.name, checkpoint.directory)
+        raise hub.weightless(checkpoint.name, [path.name for path in checkpoint.directory.iterdir()])
     tensors = headers.read_tensors(checkpoint.name, checkpoint.directory, files)
     method = arrivals.refuse_codes(checkpoint.name, checkpoint.directory, config, tensors)
     checkpoint_checks.refuse_unlike(checkpoint.name, spec, tensors)
