@@ -10,7 +10,6 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvprobe.errors import KvprobeError, did_you_mean
@@ -29,9 +28,11 @@ from kvprobe.files.store import (
 from kvprobe.models.gguf_convert import convert
 from kvprobe.models.gguf_model import describe
 from kvprobe.progress import Progress, silent
+from kvprobe.results.record import versions
 
 # the version of the conversion from GGUF; raise it when that changes, so that earlier conversions are repeated
 CONVERSION = 2
+MADE_WITH = ("kvprobe", "transformers", "gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +198,7 @@ def convert_once(gguf: Path, *, text: bool = True, progress: Progress = silent) 
     def build(directory: Path) -> None:
         convert(gguf, directory, log=directory.parent / "log", name=gguf.name, progress=progress)
         about = {"name": gguf.stem, "source": list(checksums), "source_sha256": checksums, "conversion": CONVERSION}
-        write_manifest(directory, about | {"made_with": _versions()}, progress=progress)
+        write_manifest(directory, about | {"made_with": versions(*MADE_WITH)}, progress=progress)
 
     manifest = read_manifest(target)
     # made by an earlier version of the conversion, or damaged since: replaced
@@ -238,7 +239,7 @@ def _build(item: Item, directory: Path, progress: Progress) -> None:
         "source": [wheel.requirement for wheel in item.wheels],
         "source_sha256": {source.name: source.sha256 for source in item.sources},
         "licence": item.licence,
-        "made_with": _versions(),
+        "made_with": versions(*MADE_WITH),
     }
     write_manifest(directory, about, progress=progress)
 
@@ -288,16 +289,6 @@ def _check(path: Path, expected: str, *, what: str) -> None:
             f"{what} is not what it should be: expected SHA-256 {expected}, got {got}; nothing was kept, pull again, "
             "and if it fails again, ask the operator of your package index"
         )
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in ("kvprobe", "transformers", "gguf"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:  # kvprobe itself, if run from a checkout without installation
-            continue
-    return versions
 
 
 def _from_gguf(sources: dict[str, Path], directory: Path, name: str, progress: Progress) -> None:

@@ -1,7 +1,7 @@
 """Which run was it? Its settings and versions, where and when."""
 
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,7 @@ def run_record(*parts: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
         if twice := sorted(record.keys() & part.keys()):
             raise ValueError(f"a run record says {twice[0]} twice")
         record |= part
-    record["versions"] = _versions(VERSIONED)
+    record["versions"] = versions(*VERSIONED)
     record["cpu"] = processor()
     record["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     return record
@@ -40,12 +40,13 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _versions(packages: Iterable[str]) -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+def versions(*packages: str) -> dict[str, str]:
+    """The version of each of ``packages``, and before them Python's."""
+    found = {"python": platform.python_version()}
     for package in packages:
         try:
-            versions[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             # a source tree on the path has a version too
-            versions[package] = __version__ if package == "kvprobe" else "not installed"
-    return versions
+            found[package] = __version__ if package == "kvprobe" else "not installed"
+    return found
