@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kvprobe.bench.busy import Watch
-from kvprobe.bench.machine import Clock, Timing, device_clock, timed
+from kvprobe.bench.machine import Timing, timed
 from kvprobe.bench.roofline import Ceilings, Shape, Work, total
 from kvprobe.caches.layer import KVCache
 from kvprobe.caches.registry import build
-from kvprobe.decoder.engine import Engine, reread
+from kvprobe.decoder.engine import Clock, Engine, device_clock, reread
 from kvprobe.decoder.model import Decoder
 from kvprobe.generation import engines
 from kvprobe.memory import check_memory

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from kvprobe.bench.busy import cores
 from kvprobe.bench.roofline import Ceilings
+from kvprobe.decoder.engine import Clock, device_clock
 from kvprobe.progress import Progress, silent
-
-Clock = Callable[[], float]
 
 # several times the last-level cache of any current processor, so that memory is read
 BUFFER_BYTES = 512 * 2**20
@@ -61,19 +60,6 @@ class Timing:
             return self.seconds[0]
         # inclusive: never outside the measured range
         return statistics.quantiles(self.seconds, n=4, method="inclusive")[index]
-
-
-def device_clock(device: torch.device | str) -> Clock:
-    """A clock in seconds that first waits for ``device``; without that it would time only the launch."""
-    kind = torch.device(device).type
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(kind)
-
-    def now() -> float:
-        if wait is not None:
-            wait()
-        return time.perf_counter()
-
-    return now
 
 
 def timed(

@@ -1,7 +1,7 @@
 """How is a decoder run on a cache? The protocol of an engine, and the one that is the readable decoder itself."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -12,6 +12,8 @@ from kvprobe.attention.call import AttentionCall
 from kvprobe.caches.layer import Attend, KVCache
 from kvprobe.decoder.linear import widening
 from kvprobe.decoder.model import Decoder
+
+Clock = Callable[[], float]
 
 
 class Engine(Protocol):
@@ -125,6 +127,20 @@ def one_thread(active: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(n_threads)
+
+
+def device_clock(device: torch.device | str) -> Clock:
+    """A clock in seconds that first waits for ``device``; without that it would time only the launch."""
+    device = torch.device(device)
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()
+
+    return now
 
 
 @contextmanager

@@ -7,7 +7,6 @@ Prefill reads the prompt and gives the first token; decode takes one token and g
 (:mod:`kvprobe.decoder.engine`); they are timed separately.
 """
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.caches.layer import KVCache
-from kvprobe.decoder.engine import Engine, one_thread, reread
+from kvprobe.decoder.engine import Engine, device_clock, one_thread, reread
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import KvprobeError
 from kvprobe.generation import engines
@@ -233,11 +232,11 @@ def _steps(
     chunk: int | None,
     engine: Engine | None,
 ) -> Iterator[Step]:
-    generator = torch.Generator(ids.device).manual_seed(seed)
+    generator, clock = torch.Generator(ids.device).manual_seed(seed), device_clock(ids.device)
     ended = [False] * ids.shape[0]
     token: Tensor | None = None
     for _ in range(max_new_tokens):
-        started = _now(ids.device)
+        started = clock()
         if engine is None:
             ids = ids if token is None else torch.cat([ids, token[:, None]], dim=1)
             logits = reread(decoder, ids, pads)
@@ -254,15 +253,6 @@ def _steps(
         # a row that has ended is still fed, since the others need the step, but gives nothing more
         tokens = tuple(None if done else drawn for done, drawn in zip(ended, token.tolist(), strict=True))
         ended = [done or drawn in eos for done, drawn in zip(ended, tokens, strict=True)]
-        yield Step(tokens, 1000 * (_now(ids.device) - started), tuple(ended))
+        yield Step(tokens, 1000 * (clock() - started), tuple(ended))
         if all(ended):
             return
-
-
-def _now(device: torch.device) -> float:
-    # a clock read before the device is done measures the launch
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-    return time.perf_counter()

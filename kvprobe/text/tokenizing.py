@@ -17,13 +17,13 @@ def guarded(name: str) -> Iterator[None]:
     A panic of the tokenizers library is not an Exception (a pattern whose search never ends causes one), and the
     library first writes a page to standard error, which is held back here and dropped if there is a panic.
     """
-    with _held_back() as drop:
+    with _held_back() as dropped:
         try:
             yield
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
-            drop()
+            dropped.append(True)
             why = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
             raise KvprobeError(
                 f"the tokenizer of {name} crashed ({why[:200]}): check its tokenizer.json, or fetch it again"
@@ -36,33 +36,24 @@ def name_of(tokenizer: Any) -> str:
 
 
 @contextlib.contextmanager
-def _held_back() -> Iterator["_Drop"]:
-    """Hold back the process's standard error until the block is left."""
+def _held_back() -> Iterator[list[bool]]:
+    """Hold back the process's standard error until the block is left; then drop it if the list has an entry."""
     sys.stderr.flush()
+    dropped: list[bool] = []
     try:
         before = os.dup(2)
     except OSError:  # it is closed
-        yield _Drop()
+        yield dropped
         return
-    drop = _Drop()
     with tempfile.TemporaryFile() as kept:
         os.dup2(kept.fileno(), 2)
         try:
-            yield drop
+            yield dropped
         finally:
             sys.stderr.flush()
             os.dup2(before, 2)
             os.close(before)
-            if not drop.asked:
+            if not dropped:
                 kept.seek(0)
                 if held := kept.read():
                     os.write(2, held)
-
-
-class _Drop:
-    """Called to drop what was held back."""
-
-    asked = False
-
-    def __call__(self) -> None:
-        self.asked = True

@@ -6,8 +6,9 @@ import torch
 from kvprobe.bench import machine
 from kvprobe.bench import machine as machine_module
 from kvprobe.bench.latency import Bench
-from kvprobe.bench.machine import Machine, Timing, device_clock, measure_machine, timed
+from kvprobe.bench.machine import Machine, Timing, measure_machine, timed
 from kvprobe.bench.roofline import Ceilings, Shape, total
+from kvprobe.decoder.engine import device_clock
 from kvprobe.errors import KvprobeError
 from kvprobe.memory import check_memory
 from support.decoders import rope_decoder
@@ -63,11 +64,11 @@ def test_few_repeats_are_enough_where_few_were_asked_for():
 
 def test_the_clock_of_a_gpu_waits_for_it(monkeypatch):
     waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(str(device)))
     device_clock("cuda:0")()
-    assert waited == ["cuda"]
+    assert waited == ["cuda:0"]
     device_clock("cpu")()
-    assert waited == ["cuda"]
+    assert waited == ["cuda:0"]
 
 
 def test_a_machine_is_the_best_of_its_kernels():
