@@ -6,7 +6,7 @@ tells which is longer: below the machine's ridge point it is the bytes. No torch
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -178,13 +178,8 @@ class Ceilings:
 
 def total(works: Iterable[Work]) -> Work:
     """The work of several passes together."""
-    works = list(works)
-    return Work(
-        weight_bytes=sum(work.weight_bytes for work in works),
-        cache_bytes=sum(work.cache_bytes for work in works),
-        weight_flops=sum(work.weight_flops for work in works),
-        attention_flops=sum(work.attention_flops for work in works),
-    )
+    every = [vars(work) for work in works]
+    return Work(**{field.name: sum(work[field.name] for work in every) for field in fields(Work)})
 
 
 def _pairs(n_tokens: int, window: int) -> int:

@@ -184,26 +184,15 @@ def checked_first(command: Command, *, weights: bool = True) -> Command:
 
 def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "Loaded":
     """The model of a command with the ``common`` options; with ``--random-weights`` a random one of the same shape."""
-    device = None if options["device"] == "auto" else options["device"]
     if options.get("random_weights"):
         from kvprobe.models.random_weights import load_random
 
-        return load_random(model, dtype=options["dtype"], device=device, seed=options["seed"], progress=progress)
+        return load_random(
+            model, dtype=options["dtype"], device=options["device"], seed=options["seed"], progress=progress
+        )
     from kvprobe.models import loading
 
-    return loading.load(model, dtype=options["dtype"], device=device, progress=progress)
-
-
-def engine_option(command: Command) -> Command:
-    """Add ``--engine``."""
-    return click.option(
-        "--engine",
-        type=Choice(["auto", "numba", "torch"]),
-        default="auto",
-        show_default=True,
-        help="What reads prompts and decodes: compiled code (numba), the readable decoder (torch), or auto: compiled "
-        "code if it supports the CPU, the model and the cache.",
-    )(command)
+    return loading.load(model, dtype=options["dtype"], device=options["device"], progress=progress)
 
 
 def load_subject(model: str, options: Mapping[str, Any], progress: Progress, **more: Any) -> "Subject":

@@ -124,7 +124,7 @@ class Relief(Experiment):
         rows.append(_row("as it is", "model", cells[0], now.total(n_tokens)))
         for cell in cells[1:]:
             name = f"window {cell['window']:,} + {self.n_sink} sinks"
-            kept = _windowed(now, cell["window"] + self.n_sink).total(n_tokens)
+            kept = now.windowed(cell["window"] + self.n_sink).total(n_tokens)
             rows.append(_row(name, "window", cell, kept, window=cell["window"], n_sink=self.n_sink))
         for basis in self.bases:
             for cell in Lowrank(ranks=self.ranks, basis=basis, **shared).run(subject, progress=progress).rows[1:]:
@@ -178,11 +178,6 @@ def _row(lever: str, kind: str, scored: Row, n_bytes: int, **settings: Any) -> R
     row |= {name: scored[name] for name in ("loss", "perplexity", "delta", "delta_low", "delta_high")}
     row["basis_bytes"] = settings.get("basis_bytes", 0)
     return row | {"bytes": n_bytes}
-
-
-def _windowed(now: Bill, kept: int) -> Bill:
-    layers = tuple(replace(layer, limit=min(kept, layer.limit or kept)) for layer in now.layers)
-    return replace(now, layers=layers)
 
 
 def _latent_bytes(spec: Spec, now: Bill, rank: int, n_tokens: int) -> tuple[int, int]:

@@ -91,7 +91,7 @@ def prepare(
     else:
         read = read_text(text, n_bytes=None if tokens is None else passages.enough(tokens))
     if isinstance(model, str):
-        loaded = loading.load(model, dtype=dtype, device=None if device == "auto" else device, progress=progress)
+        loaded = loading.load(model, dtype=dtype, device=device, progress=progress)
     else:
         loaded = model if isinstance(model, Loaded) else from_memory(model, tokenizer)
     passage: Passage | None = None

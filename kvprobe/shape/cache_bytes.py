@@ -7,7 +7,7 @@ one for every few tokens; a linear-attention layer keeps a state of constant siz
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -75,6 +75,14 @@ class Bill:
         grown = sum(times * (self._last(layer, context + 1) - self._last(layer, context)) for layer, times in counts)
         parts = (Fraction(times * self._bytes(width), n) for layer, times in counts for n, width in layer.compressed)
         return grown + round(sum(parts, Fraction()))
+
+    def windowed(self, kept: int) -> "Bill":
+        """The same with at most the last ``kept`` tokens in each layer that keeps vectors."""
+        layers = (
+            replace(layer, limit=min(kept, layer.limit or kept), compressed=()) if layer.vectors else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     @cached_property
     def state(self) -> int:

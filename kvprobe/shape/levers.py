@@ -196,26 +196,11 @@ def _latent(spec: Spec, dtype: str, rank: int | None) -> Iterator[Lever]:
 def _of_bill(spec: Spec, now: Bill, window: int, n_sink: int) -> Iterator[Lever]:
     """Levers on the vectors that are kept, whatever they are; nothing if none are."""
     if any(layer.vectors for layer in spec.layers):
-        yield _windowed(now, window, n_sink)
-        yield from (_quantised(now, bits) for bits in (8, 4))
+        note = "every layer keeps the last tokens and the first few (kvprobe window)"
+        yield Lever(f"window {window:,} + {n_sink} sinks", "window", now.windowed(window + n_sink), note)
+        note = f"with a 16-bit scale and a 16-bit zero point for every {GROUP} elements"
+        yield from (Lever(f"{bits}-bit storage", "bits", replace(now, bits=bits), note) for bits in (8, 4))
         yield from _linear(spec, now)
-
-
-def _windowed(now: Bill, window: int, n_sink: int) -> Lever:
-    kept = window + n_sink
-    layers = tuple(
-        replace(layer, limit=kept if layer.limit is None else min(kept, layer.limit), compressed=())
-        if layer.vectors
-        else layer
-        for layer in now.layers
-    )
-    note = "every layer keeps the last tokens and the first few (kvprobe window)"
-    return Lever(f"window {window:,} + {n_sink} sinks", "window", replace(now, layers=layers), note)
-
-
-def _quantised(now: Bill, bits: int) -> Lever:
-    note = f"with a 16-bit scale and a 16-bit zero point for every {GROUP} elements"
-    return Lever(f"{bits}-bit storage", "bits", replace(now, bits=bits), note)
 
 
 def _linear(spec: Spec, now: Bill) -> Iterator[Lever]:

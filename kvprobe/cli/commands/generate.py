@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe.caches.registry import KINDS
-from kvprobe.cli.options import Choice, CountFrom, Finite, common, engine_option, load_model
+from kvprobe.cli.options import Choice, CountFrom, Finite, common, load_model
 from kvprobe.errors import KvprobeError
 
 if TYPE_CHECKING:
@@ -61,7 +61,14 @@ LEAST_TEMPERATURE = 1e-4
     type=Choice(KINDS),
     help="The kind of cache.  [default: rolling with --window, else full]",
 )
-@engine_option
+@click.option(
+    "--engine",
+    type=Choice(["auto", "numba", "torch"]),
+    default="auto",
+    show_default=True,
+    help="What reads prompts and decodes: compiled code (numba), the readable decoder (torch), or auto: compiled code "
+    "if it supports the CPU, the model and the cache.",
+)
 @click.option("--no-cache", is_flag=True, help="The baseline: read everything again for every token.")
 @click.option(
     "--bos",
