@@ -15,6 +15,12 @@ class NotIntercepted(KvprobeError):
     """An attention layer that should have passed through the seam did not: a result would be of the plain model."""
 
 
+def short(value: object) -> str:
+    """The repr of a value that an error quotes, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``did you mean X? `` for the one of ``known`` that is closest to ``name``; empty if none is close."""
     # only for whoever mistypes: an import that no other command waits for

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, short
 from kvprobe.files.jsonfile import parse_json, read_object
 
 INDEX = "model.safetensors.index.json"
@@ -108,22 +108,17 @@ def _entry(key: str, entry: Any, file: str, what: str) -> tuple[int, int, Tensor
     if not isinstance(dtype, str) or dtype not in BITS:
         raise KvprobeError(f"{what} has {key} of the unknown type {dtype!r}")
     if not _counts(shape) or len(shape) > 64:
-        raise KvprobeError(f"{what} has {key} of the shape {_short(shape)}, which is not a list of whole numbers")
+        raise KvprobeError(f"{what} has {key} of the shape {short(shape)}, which is not a list of whole numbers")
     if not _counts(place) or len(place) != 2:
-        raise KvprobeError(f"{what} has {key} at {_short(place)}, which is not a place in the file")
+        raise KvprobeError(f"{what} has {key} at {short(place)}, which is not a place in the file")
     tensor, (begin, end) = Tensor(dtype, tuple(shape), file), place
     if end - begin != -(-tensor.n_elements * BITS[dtype] // 8):
-        raise KvprobeError(f"{what} gives {end - begin:,} bytes to {key}, {dtype} of the shape {_short(shape)}")
+        raise KvprobeError(f"{what} gives {end - begin:,} bytes to {key}, {dtype} of the shape {short(shape)}")
     return begin, end, tensor
 
 
 def _counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _by_index(directory: Path) -> bool:
@@ -138,7 +133,7 @@ def _index(directory: Path) -> dict[str, str]:
         raise KvprobeError(f"{what} is damaged (no weight_map that names files): fetch it again")
     for key, name in placed.items():
         if not isinstance(name, str) or not name or "\0" in name:
-            raise KvprobeError(f"{what} is damaged ({key} is in {_short(name)}, not a file name): fetch it again")
+            raise KvprobeError(f"{what} is damaged ({key} is in {short(name)}, not a file name): fetch it again")
     return placed
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvprobe.errors import UnsupportedModelError
 from kvprobe.shape.families import Family
 from kvprobe.shape.reading import NAMES, Reading
 
@@ -26,7 +25,7 @@ def check_names(name: str, config: Mapping[str, Any], family: Family) -> None:
         said = {key: config[key] for key in (*NAMES[word], *also) if _is_count(config.get(key))}
         if len(set(said.values())) > 1:
             (first, least), (second, most) = sorted(said.items(), key=lambda item: item[1])[:: len(said) - 1]
-            raise _refusal(name, f"says {least:,} for {first} and {most:,} for {second}")
+            raise Reading(name, config, {}).refusal(f"says {least:,} for {first} and {most:,} for {second}")
     if name == "xlstm":
         _check_foreign(name, config, family, {"n_layers": ["num_blocks"], "hidden_size": ["embedding_dim"]})
     elif family.defaults and family.heads != "zamba" and not (family.own_code or family.repository):
@@ -52,7 +51,7 @@ def _check_foreign(name: str, config: Mapping[str, Any], family: Family, foreign
     own = Reading.of(name, {key: config[key] for key in without}, family.defaults)
     for word, key in said:
         if config[key] != _usual(own, word):
-            raise _refusal(name, f"says {config[key]:,} for {key}, a name that the family does not read")
+            raise own.refusal(f"says {config[key]:,} for {key}, a name that the family does not read")
 
 
 def _usual(of: Reading, word: str) -> int | None:
@@ -70,7 +69,3 @@ def _usual(of: Reading, word: str) -> int | None:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _refusal(name: str, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"the configuration of this {name} model {what}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from kvprobe.errors import UnsupportedModelError
+from kvprobe.errors import UnsupportedModelError, short
 
 MAX_LAYERS = 10_000
 # far above any model, and small enough that JSON readers take a product of three
@@ -115,14 +115,14 @@ class Reading:
         if value is None:
             return None
         if not isinstance(value, (list, tuple, str)) or not value:
-            raise self.refusal(f"says {_short(value)} for {key}: it must be a non-empty list")
+            raise self.refusal(f"says {short(value)} for {key}: it must be a non-empty list")
         return value
 
     def numbers(self, key: str, least: int = 0) -> list[int] | None:
         """The integers under ``key``; None if absent."""
         value = self.sequence(key)
         if value is not None and (isinstance(value, str) or None in value):
-            raise self.refusal(f"says {_short(value)} for {key}: it must be a list of whole numbers")
+            raise self.refusal(f"says {short(value)} for {key}: it must be a list of whole numbers")
         for item in value or ():
             self._check(key, item, least)
         return None if value is None else [int(item) for item in value]
@@ -131,7 +131,7 @@ class Reading:
         """The object under ``key`` as a configuration of its own; empty if absent."""
         value = self.config.get(key)
         if value is not None and not isinstance(value, Mapping):
-            raise self.refusal(f"says {_short(value)} for {key}: it must be an object")
+            raise self.refusal(f"says {short(value)} for {key}: it must be an object")
         return Reading(self.family, value or {}, {})
 
     @property
@@ -152,7 +152,7 @@ class Reading:
         if value is not None and not (is_int and least <= value <= MAX_COUNT):
             also = _also(key)
             limit = f", at least {least}" if not is_int or value < least else f", at most {MAX_COUNT:,}"
-            raise self.refusal(f"says {_short(value)} for {key}{also}: it must be a whole number{limit}")
+            raise self.refusal(f"says {short(value)} for {key}{also}: it must be a whole number{limit}")
 
 
 # integers that `kvprobe.shape.parameters` reads; 0 means none
@@ -188,8 +188,3 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 def _also(word: str) -> str:
     names = [name for name in NAMES.get(word, ()) if name != word]
     return f" (also called {', '.join(names)})" if names else ""
-
-
-def _short(value: Any) -> str:
-    said = repr(value)
-    return said if len(said) <= 60 else said[:57] + "…"
