@@ -79,6 +79,7 @@ class Cache(Experiment):
         Column("outweighs_at", "larger than the weights from"),
         Column("stops_at", "stops growing at"),
     )
+    in_units = ("bytes", "bytes_per_token")
 
     contexts: tuple[int, ...] = setting(
         (),
@@ -169,13 +170,6 @@ class Cache(Experiment):
             lines.append(f"the model has {run['max_positions']:,} positions: contexts beyond them are arithmetic only")
         lines.append("memory only: kvprobe relief measures what the levers cost in loss")
         return lines
-
-    @classmethod
-    def shown(cls, result: Result) -> Result:
-        """Bytes in the unit that reads best."""
-        fields = ("bytes", "bytes_per_token")
-        rows = [row | {field: Amount(row[field]) for field in fields} for row in result.rows]
-        return Result(result.analysis, rows, result.run)
 
     @classmethod
     def figure(cls, result: Result, **how: Any) -> "Figure":

@@ -12,6 +12,7 @@ from kvprobe.progress import Progress, silent
 from kvprobe.results.html import Column
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result, Row
+from kvprobe.shape.cache_bytes import Amount
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -119,6 +120,8 @@ class Experiment:
     short: ClassVar[str]
     """One line of `kvprobe --help`."""
     columns: ClassVar[tuple[Column, ...]]
+    in_units: ClassVar[tuple[str, ...]] = ()
+    """Fields in bytes that a table shows in the unit that reads best."""
     heading: ClassVar[str] = ""
     caption: ClassVar[str] = ""
 
@@ -177,7 +180,8 @@ class Experiment:
     @classmethod
     def shown(cls, result: Result) -> Result:
         """The result as a table shows it, if that differs from what is kept."""
-        return result
+        rows = [row | {field: Amount(row[field]) for field in cls.in_units} for row in result.rows]
+        return Result(result.analysis, rows, result.run)
 
     @classmethod
     def figure(cls, result: Result, **how: Any) -> "Figure":

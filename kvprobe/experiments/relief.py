@@ -16,7 +16,7 @@ from kvprobe.progress import Progress
 from kvprobe.results.html import Column, amount, hundredths, tenths, thousandths
 from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of, signed
 from kvprobe.results.result import Result, Row
-from kvprobe.shape.cache_bytes import Amount, Bill, bill
+from kvprobe.shape.cache_bytes import Bill, bill
 from kvprobe.shape.spec import Spec
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Relief(Experiment):
         Column("relief", "times smaller", hundredths),
         Column("on_front", "on the front"),
     )
+    in_units = ("bytes",)
 
     windows: tuple[int, ...] = setting(
         (),
@@ -165,11 +166,6 @@ class Relief(Experiment):
             f"{said}the smallest cache without a measurable rise in loss is {best['lever']}{fitted}, "
             f"{best['relief']:.1f} times smaller: there the loss {change_of(best)}"
         )
-
-    @classmethod
-    def shown(cls, result: Result) -> Result:
-        """Bytes in the unit that reads best."""
-        return Result(result.analysis, [row | {"bytes": Amount(row["bytes"])} for row in result.rows], result.run)
 
 
 def _row(lever: str, kind: str, scored: Row, n_bytes: int, **settings: Any) -> Row:
