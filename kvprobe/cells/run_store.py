@@ -25,6 +25,7 @@ from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import counted
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Row
+from kvprobe.shape.cache_bytes import Bill, caches
 from kvprobe.shape.parameters import attention_parameters
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.checkpoint import Snapshot, fingerprint
@@ -56,13 +57,13 @@ def config_of(
     )
 
 
-def shape_row(config: DecoderConfig, *, bytes_per_element: int = 4) -> Row:
+def shape_row(config: DecoderConfig, dtype: str = "float32") -> Row:
     """``attention_params`` of one layer, without biases, and ``cache_bytes_per_token`` of all layers together."""
     parameters = attention_parameters(
         hidden_size=config.hidden, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim
     )
-    cache = 2 * config.n_kv_heads * config.head_dim * bytes_per_element * config.n_layers
-    return {"attention_params": parameters, "cache_bytes_per_token": cache}
+    cache = Bill(caches(config.layers), dtype)
+    return {"attention_params": parameters, "cache_bytes_per_token": cache.next_token(0)}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from kvprobe.probes.losses import check_score_from, default_block_length, loss_f
 from kvprobe.progress import Progress
 from kvprobe.results.phrases import PUBLISHED, interval_of
 from kvprobe.results.result import Row
-from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.loop import TrainConfig, check
 
@@ -220,7 +219,6 @@ def pool(
     if bad := [n for n in rungs if n not in divisors]:
         can = ", ".join(map(str, divisors))
         raise ValueError(f"{has} key/value heads cannot be pooled to {bad[0]} evenly: it can be {can}")
-    size = DTYPE_BYTES[subject.loaded.dtype]
     rows: list[Row] = []
     reference = token_losses(decoder, subject.input_ids, score_from=score_from)
     for done, n in enumerate([has, *rungs]):
@@ -229,7 +227,7 @@ def pool(
         losses = reference if n == has else token_losses(shared, subject.input_ids, score_from=score_from)
         scored = loss_fields(losses, reference, seed=seed)
         row: Row = {"n_kv_heads": n, "seed": None, "best_val_loss": scored.pop("loss")}
-        rows.append(row | shape_row(shared.config, bytes_per_element=size) | scored)
+        rows.append(row | shape_row(shared.config, subject.loaded.dtype) | scored)
     n_targets = passage.n_tokens - 1 - score_from
     facts = {
         "n_heads": decoder.config.n_heads,
