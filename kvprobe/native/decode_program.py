@@ -18,8 +18,8 @@ from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import Block, Decoder
 from kvprobe.native import decode_kernels as k
 from kvprobe.native.layout import edges_of, side_by_side, stride
+from kvprobe.native.program import Program
 from kvprobe.native.queue import TOTAL
-from kvprobe.native.vectors import HALVES, INTERLEAVED
 from kvprobe.native.workers import Arena, WorkerPool, vector_of
 
 # What one piece reads from memory. Smaller pieces cost tickets, larger ones leave threads idle at a phase's end.
@@ -43,13 +43,11 @@ class NumbaStep:
     def __init__(self, decoder: Decoder, cache: KVCache, *, n_threads: int | None = None) -> None:
         self._decoder, self._cache = decoder, cache
         self._arena = Arena()
-        self._program = DecodeProgram(decoder, cache, self._arena, n_threads or torch.get_num_threads())
+        n_threads = n_threads or torch.get_num_threads()
+        self._program = DecodeProgram(decoder, cache, self._arena, n_threads)
         self._table = self._program.table
-        zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-        kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.buffers()[0].keys.dtype]
-        self._pool = WorkerPool(k.work, n_threads or torch.get_num_threads(), self._table, kinds, self._arena)
-        # no piece is open yet: this compiles, or loads what an earlier process compiled
-        k.work(self._table, 1, *kinds)
+        stored = decoder.embedding.weight.dtype, cache.buffers()[0].keys.dtype
+        self._pool = WorkerPool(k.work, n_threads, self._table, stored, self._arena)
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
@@ -81,14 +79,13 @@ class NumbaStep:
         return logits
 
 
-class DecodeProgram:
+class DecodeProgram(Program):
     """The pieces of one step in order, and the table that the kernels read."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, arena: Arena, n_threads: int) -> None:
+        super().__init__(k, decoder, arena, n_threads)
         config, batch = decoder.config, cache.batch
-        self.config, self.batch = config, batch
-        self.decoder, self.arena, self.n_threads = decoder, arena, n_threads
-        self.item = decoder.embedding.weight.element_size()
+        self.batch = batch
         self.pieces: list[list[int]] = []
         width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         # each [batch, width]
@@ -103,21 +100,12 @@ class DecodeProgram:
         partial = arena.floats(batch * config.n_heads * self.parts * (config.head_dim + 2))
         # one more: parts of a number of slots that they do not divide are not alike
         part_slots = slots // self.parts + 1
-        # of each kind of layer: cosines and sines of each row's position, and of the sinks' lag
-        self.ropes: dict[Rotary, Tensor] = {}
-        self.angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
-        for layer in range(config.n_layers):
-            rotary, rope = config.rotary_of(layer), config.rope_of(layer, decoder.embedding.weight.device)
-            if rotary is not None and rope is not None and rotary not in self.ropes:
-                self.ropes[rotary] = rope.inv_freq
-                self.angles[rotary] = (
-                    self._rows(config.head_dim).reshape(batch, 2, -1),
-                    arena.floats(config.head_dim).reshape(1, 2, -1),
-                )
-        layers = arena.words(config.n_layers * k.LAYER_ROW).reshape(config.n_layers, k.LAYER_ROW)
+        # cosines and sines of each row's position, and of the sinks' lag
+        for rotary in self.frequencies:
+            rows = {"ANGLES": self._rows(config.head_dim), "LAG_ANGLES": arena.floats(config.head_dim)}
+            self.angles[rotary] = {name: part.reshape(-1, 2, config.head_dim // 2) for name, part in rows.items()}
         for layer, block in enumerate(decoder.blocks):
             self._block(layer, block)
-            layers[layer] = self._layer_row(layer, block, cache)
         self._phase(
             [(decoder.embedding if config.tied_head else decoder.head, self.logits)],
             source=self.x,
@@ -125,10 +113,6 @@ class DecodeProgram:
             mode=k.STORE if config.final_softcap is None else k.CAP,
         )
         pieces = np.array(self.pieces, dtype=np.int64)
-        arena.kept += [pieces, layers]
-        numbers = arena.vector(
-            torch.tensor([config.norm_eps, config.final_softcap or 0.0], dtype=torch.float32, device="cpu")
-        )
         max_rows = int((pieces[:, k.LAST] - pieces[:, k.FIRST]).max())
         scores = config.n_heads // config.n_kv_heads * part_slots
         # each thread's own cache lines
@@ -136,18 +120,8 @@ class DecodeProgram:
         given = {
             k.PLAN: pieces.ctypes.data,
             TOTAL: len(pieces),
-            k.SCRATCH: arena.room(n_threads * scratch // 4).data_ptr(),
-            k.SCRATCH_BYTES: scratch,
-            k.WEIGHT_BYTES: self.item,
-            k.CACHE_BYTES: cache.buffers()[0].keys.element_size(),
-            k.IS_LAYER_NORM: config.norm == "layer",
             k.HIDDEN: config.hidden,
-            k.N_HEADS: config.n_heads,
-            k.N_KV_HEADS: config.n_kv_heads,
-            k.HEAD_DIM: config.head_dim,
             k.N_SINK: cache.n_sink,
-            k.LAYERS: layers.ctypes.data,
-            k.NUMBERS: numbers,
             k.QKV: self.qkv.data_ptr(),
             k.MAX_ROWS: max_rows,
             k.BATCH: batch,
@@ -156,31 +130,27 @@ class DecodeProgram:
             k.PART_SLOTS: part_slots,
             k.PARTIAL: partial.data_ptr(),
         }
-        self.table = arena.table(k.TABLE, given)
+        numbers = config.norm_eps, config.final_softcap or 0.0
+        self.table = self.table_of(cache, given, scratch=scratch, numbers=numbers, kept=pieces)
 
     def enter(self, token: Tensor, cache: KVCache) -> None:
         """The embeddings of ``token`` ``[batch]``, and the angles of their positions: as the decoder makes them."""
-        config, decoder = self.config, self.decoder
         positions = cache.positions(1).expand(self.batch, 1)[:, 0]
         self.pads[:] = 0 if cache.pads is None else cache.pads.numpy()
-        self.x.copy_(decoder.embedding.weight[token])
-        if config.embedding_scale != 1:
-            self.x *= torch.tensor(config.embedding_scale, dtype=decoder.embedding.weight.dtype).item()
-        if config.rotary is None:
-            self.x += decoder.position.weight[positions]
-        for rotary, (angles, _) in self.angles.items():
-            self._angles(angles, rotary, positions, rotary.scale)
+        self.x.copy_(self.embedded(token, positions))
+        for rotary, angles in self.angles.items():
+            self._angles(angles["ANGLES"], rotary, positions, rotary.scale)
 
     def turn_sinks(self, cache: KVCache) -> int:
         """How far a rolling cache with cache positions must turn its sinks before they are read; 0 for the others."""
         lag = cache.sink_lag()
         if lag:
-            for rotary, (_, angles) in self.angles.items():
-                self._angles(angles, rotary, torch.tensor([lag]), 1.0)
+            for rotary, angles in self.angles.items():
+                self._angles(angles["LAG_ANGLES"], rotary, torch.tensor([lag]), 1.0)
         return lag
 
     def _angles(self, into: Tensor, rotary: Rotary, positions: Tensor, scale: float) -> None:
-        angle = positions[:, None].float() * self.ropes[rotary]
+        angle = positions[:, None].float() * self.frequencies[rotary]
         torch.cos(angle, out=into[:, 0])
         torch.sin(angle, out=into[:, 1])
         if scale != 1:
@@ -297,33 +267,7 @@ class DecodeProgram:
         **others: int,
     ) -> None:
         """One row of the program; ``others`` by the names of its columns in small letters."""
-        row = [0] * k.ROW
-        row[k.NEED], row[k.OP], row[k.FIRST], row[k.LAST] = need, op, first, last
-        row[k.SOURCE], row[k.SOURCE_STRIDE] = source.data_ptr(), stride(source)
         if target is not None:
-            row[k.TARGET], row[k.TARGET_STRIDE] = target.data_ptr(), stride(target)
-        for name, value in others.items():
-            row[getattr(k, name.upper())] = value
-        self.pieces.append(row)
-
-    def _layer_row(self, layer: int, block: nn.Module, cache: KVCache) -> list[int]:
-        config, row = self.config, [0] * k.LAYER_ROW
-        attention: Any = block.attention
-        held = cache.buffers()[layer]
-        self.arena.hold(held.keys, held.values, *([] if held.made is None else [held.made]))
-        row[k.KEYS], row[k.VALUES] = held.keys.data_ptr(), held.values.data_ptr()
-        row[k.MADE] = 0 if held.made is None else held.made.data_ptr()
-        row[k.SLOTS] = held.keys.shape[2]
-        row[k.LOCAL] = (config.windows[layer] if config.windows else None) or 0
-        rotary = config.rotary_of(layer)
-        if rotary is not None:
-            row[k.ROTARY] = INTERLEAVED if rotary.interleaved else HALVES
-            angles, lag_angles = self.angles[rotary]
-            row[k.ANGLES], row[k.LAG_ANGLES] = angles.data_ptr(), lag_angles.data_ptr()
-        if config.qk_norm:
-            row[k.QUERY_NORM], row[k.KEY_NORM] = (
-                vector_of(attention.query_norm, self.arena),
-                vector_of(attention.key_norm, self.arena),
-            )
-        row[k.SCALE] = int(np.float32(attention.scale).view(np.int32))
-        return row
+            others |= {"target": target.data_ptr(), "target_stride": stride(target)}
+        places = {"source": source.data_ptr(), "source_stride": stride(source)}
+        self.pieces.append(self.row(need=need, op=op, first=first, last=last, **places, **others))

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe.caches.layer import KVCache
-from kvprobe.decoder.config import Rotary
 from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import Block, Decoder
 from kvprobe.native import prefill_kernels as k
 from kvprobe.native.eligible import unreadable
+from kvprobe.native.program import Program
 from kvprobe.native.queue import TOTAL
 from kvprobe.native.tiles import BLOCK, NARROW_ROWS, TILE_ROWS
-from kvprobe.native.vectors import HALVES, INTERLEAVED
 from kvprobe.native.workers import Arena, WorkerPool, vector_of
 
 # 22 blocks: prompts of 512 tokens in one go
@@ -46,11 +45,8 @@ class NumbaReader:
         self._decoder, self._cache, self._arena = decoder, cache, Arena()
         self._weights = _addresses(decoder)
         self._program = PrefillProgram(decoder, cache, self._arena, n_threads)
-        zeros = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-        kinds = zeros[decoder.embedding.weight.dtype], zeros[cache.buffers()[0].keys.dtype]
-        self._pool = WorkerPool(k.work, n_threads, self._program.table, kinds, self._arena)
-        # no piece is open yet: this compiles, or loads what an earlier process compiled
-        k.work(self._program.table, 1, *kinds)
+        stored = decoder.embedding.weight.dtype, cache.buffers()[0].keys.dtype
+        self._pool = WorkerPool(k.work, n_threads, self._program.table, stored, self._arena)
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
@@ -76,23 +72,21 @@ class NumbaReader:
             for part in ids.split(TOKENS_AT_ONCE, dim=1):
                 cache.begin(batch, part.shape[1])
                 self._pool.finish()
-                embedded = self._decoder.embedding(part).float()
                 positions, last = cache.positions(part.shape[1]), []
                 for row in range(batch):
-                    program.enter(row, embedded[row], positions, past=cache.length)
+                    program.enter(row, part[row], positions, past=cache.length)
                     self._pool.run()
                     last.append(program.last(part.shape[1]))
                 cache.end()
             return self._decoder.norm(torch.stack(last).to(self._decoder.embedding.weight.dtype))
 
 
-class PrefillProgram:
+class PrefillProgram(Program):
     """The phases of one reading in order, and the table that the kernels read."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, arena: Arena, n_threads: int) -> None:
+        super().__init__(k, decoder, arena, n_threads)
         config = decoder.config
-        self.config, self.decoder, self.arena, self.n_threads = config, decoder, arena, n_threads
-        self.item = decoder.embedding.weight.element_size()
         self.phases: list[list[int]] = []
         # of each phase: its pieces, its pieces a block, and whether it needs no more than the phase before it
         self.counts: list[tuple[int, int, bool]] = []
@@ -104,16 +98,11 @@ class PrefillProgram:
             self._blocks, (config.hidden, config.hidden, width, config.hidden)
         )
         self.mixed, self.gated = self._blocks(config.n_heads * head_dim), self._blocks(config.mlp_width)
-        # of each kind of layer, cosines and sines of the positions: [blocks, 2, head_dim / 2, BLOCK]
-        self.angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
-        for layer in range(config.n_layers):
-            rotary, rope = config.rotary_of(layer), config.rope_of(layer, decoder.embedding.weight.device)
-            if rotary is not None and rope is not None and rotary not in self.angles:
-                self.angles[rotary] = rope.inv_freq, self._blocks(head_dim).reshape(-1, 2, head_dim // 2, BLOCK)
-        layers = arena.words(config.n_layers * k.LAYER_ROW).reshape(config.n_layers, k.LAYER_ROW)
+        # cosines and sines of the positions: [blocks, 2, head_dim / 2, BLOCK]
+        for rotary in self.frequencies:
+            self.angles[rotary] = {"ANGLES": self._blocks(head_dim).reshape(-1, 2, head_dim // 2, BLOCK)}
         for layer, block in enumerate(decoder.blocks):
             self._block(layer, block)
-            layers[layer] = self._layer_row(layer, block, cache)
         end = [0] * k.ROW
         self.rows = np.array([*self.phases, end], dtype=np.int64)
         # a piece of a matrix, or of two, in float32
@@ -124,34 +113,17 @@ class PrefillProgram:
         narrow = cache.buffers()[0].keys.element_size() < 4
         attended = 8 * slots * head_dim * narrow + 4 * BLOCK * (slots + head_dim + 2 + 2 * NARROW_ROWS)
         scratch = 64 * -(-max(packed + outs, attended, 8 * BLOCK) // 64)
-        arena.kept += [self.rows, layers]
-        given = {
-            k.PHASES: self.rows.ctypes.data,
-            k.SCRATCH: arena.room(n_threads * scratch // 4).data_ptr(),
-            k.SCRATCH_BYTES: scratch,
-            k.PACKED_BYTES: packed,
-            k.WEIGHT_BYTES: self.item,
-            k.CACHE_BYTES: cache.buffers()[0].keys.element_size(),
-            k.IS_LAYER_NORM: config.norm == "layer",
-            k.N_HEADS: config.n_heads,
-            k.N_KV_HEADS: config.n_kv_heads,
-            k.HEAD_DIM: head_dim,
-            k.LAYERS: layers.ctypes.data,
-            k.NUMBERS: arena.vector(torch.tensor([config.norm_eps], dtype=torch.float32, device="cpu")),
-        }
-        self.table = arena.table(k.TABLE, given)
+        given = {k.PHASES: self.rows.ctypes.data, k.PACKED_BYTES: packed}
+        self.table = self.table_of(cache, given, scratch=scratch, numbers=[config.norm_eps], kept=self.rows)
 
-    def enter(self, row: int, x: Tensor, positions: Tensor, *, past: int) -> None:
-        """The embeddings ``x`` ``[n_tokens, hidden]`` of one row, and the angles of their positions: as the decoder."""
-        config, decoder, n_tokens = self.config, self.decoder, len(x)
+    def enter(self, row: int, ids: Tensor, positions: Tensor, *, past: int) -> None:
+        """The embeddings of one row's ``ids`` ``[n_tokens]``, and the angles of their positions: as the decoder."""
+        n_tokens = len(ids)
         n_blocks = -(-n_tokens // BLOCK)
-        if config.embedding_scale != 1:
-            x = x * torch.tensor(config.embedding_scale, dtype=decoder.embedding.weight.dtype).item()
-        if config.rotary is None:
-            x = x + decoder.position.weight[positions]
-        self.x[:n_blocks] = _in_blocks(x)
-        for rotary, (inv_freq, angles) in self.angles.items():
-            angle = _in_blocks(positions[:, None].float() * inv_freq)
+        self.x[:n_blocks] = _in_blocks(self.embedded(ids, positions))
+        for rotary, named in self.angles.items():
+            angles = named["ANGLES"]
+            angle = _in_blocks(positions[:, None].float() * self.frequencies[rotary])
             angles[:n_blocks, 0], angles[:n_blocks, 1] = angle.cos() * rotary.scale, angle.sin() * rotary.scale
         self.table[k.PAST], self.table[k.COUNT], self.table[k.SEQUENCE] = past, n_tokens, row
         starts: list[int] = [0]
@@ -252,32 +224,10 @@ class PrefillProgram:
         **others: int,
     ) -> None:
         """One row of the table; ``others`` by the names of its columns in small letters."""
-        row = [0] * k.ROW
-        row[k.OP], row[k.SOURCE], row[k.WIDTH] = op, source.data_ptr(), source.shape[1]
         if target is not None:
-            row[k.TARGET], row[k.TARGET_WIDTH] = target.data_ptr(), target.shape[1]
-        for name, value in others.items():
-            row[getattr(k, name.upper())] = value
-        self.phases.append(row)
+            others |= {"target": target.data_ptr(), "target_width": target.shape[1]}
+        self.phases.append(self.row(op=op, source=source.data_ptr(), width=source.shape[1], **others))
         self.counts.append((count, each_block, together))
-
-    def _layer_row(self, layer: int, block: nn.Module, cache: KVCache) -> list[int]:
-        config, row = self.config, [0] * k.LAYER_ROW
-        attention: Any = block.attention
-        held = cache.buffers()[layer]
-        self.arena.hold(held.keys, held.values)
-        row[k.KEYS], row[k.VALUES] = held.keys.data_ptr(), held.values.data_ptr()
-        row[k.SLOTS] = held.keys.shape[2]
-        row[k.LOCAL] = (config.windows[layer] if config.windows else None) or 0
-        rotary = config.rotary_of(layer)
-        if rotary is not None:
-            row[k.ROTARY] = INTERLEAVED if rotary.interleaved else HALVES
-            row[k.ANGLES] = self.angles[rotary][1].data_ptr()
-        if config.qk_norm:
-            row[k.QUERY_NORM] = vector_of(attention.query_norm, self.arena)
-            row[k.KEY_NORM] = vector_of(attention.key_norm, self.arena)
-        row[k.SCALE] = int(np.float32(attention.scale).view(np.int32))
-        return row
 
 
 def _addresses(decoder: Decoder) -> list[int]:

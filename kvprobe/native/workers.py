@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from kvprobe.native import queue
 
 # takes pieces until none is left: (table, number of the thread, zeros of the stored types)
 Work = Callable[..., None]
+_ZEROS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 
 
 class Arena:
@@ -58,15 +59,6 @@ class Arena:
         biases = [module.bias for module in modules if getattr(module, "bias", None) is not None]
         return self.vector(*biases) if biases else 0
 
-    def table(self, size: int, given: Mapping[int, int]) -> Any:
-        """A table of ``size`` words, with counters on cache lines of their own (:mod:`kvprobe.native.queue`)."""
-        counters, table = self.words(24), self.words(size)
-        for i, place in enumerate((queue.TAKEN, queue.DONE, queue.LIMIT)):
-            table[place] = counters.ctypes.data + 64 * i
-        for place, value in given.items():
-            table[place] = value
-        return table
-
 
 def vector_of(norm: Any, arena: Arena) -> int:
     """The address of what a norm multiplies with and, for a LayerNorm, after it of what it adds."""
@@ -76,9 +68,15 @@ def vector_of(norm: Any, arena: Arena) -> int:
 
 
 class WorkerPool:
-    """Threads that wait for a step to open. They hold nothing but the arena, and end with the pool."""
+    """Threads that wait for a step to open. They hold nothing but the arena, and end with the pool.
 
-    def __init__(self, work: Work, n_threads: int, table: Any, kinds: tuple[Any, Any], arena: Arena) -> None:
+    ``stored`` are the dtypes of weights and cache.
+    """
+
+    def __init__(
+        self, work: Work, n_threads: int, table: Any, stored: tuple[torch.dtype, torch.dtype], arena: Arena
+    ) -> None:
+        kinds = tuple(_ZEROS[dtype] for dtype in stored)
         self._work, self._table, self._kinds = work, table, kinds
         self._gates = [threading.Lock() for _ in range(n_threads - 1)]
         closing = threading.Event()
@@ -90,6 +88,8 @@ class WorkerPool:
             threads.append(threading.Thread(target=_serve, args=arguments, name=f"kvprobe step {number}", daemon=True))
             threads[-1].start()
         weakref.finalize(self, _close, self._gates, closing, threads)
+        # no piece is open yet: this compiles, or loads what an earlier process compiled
+        work(table, 1, *kinds)
 
     def finish(self) -> None:
         """Finish what an interrupt left open, so that the next step starts from its own first piece.
@@ -112,7 +112,7 @@ class WorkerPool:
             raise
 
 
-def _serve(work: Work, gate: Any, closing: Any, table: Any, thread: int, kinds: tuple[Any, Any], arena: Arena) -> None:
+def _serve(work: Work, gate: Any, closing: Any, table: Any, thread: int, kinds: tuple[Any, ...], arena: Arena) -> None:
     while True:
         gate.acquire()
         if closing.is_set():

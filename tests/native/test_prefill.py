@@ -160,7 +160,7 @@ def test_a_bfloat16_cache_is_widened_and_nothing_else():
 def test_no_piece_begins_before_what_it_reads_is_written_and_what_it_overwrites_is_read(family):
     k, decoder = prefill_kernels, from_hf(tiny_model(family))
     program = compiled(decoder, decoder.full_cache(60))._program
-    program.enter(0, torch.zeros(60, decoder.config.hidden), torch.arange(60), past=0)
+    program.enter(0, tiny_ids(60)[0], torch.arange(60), past=0)
     rows = program.rows
     qkv = program.qkv.data_ptr()
 
