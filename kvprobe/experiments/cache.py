@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvprobe.errors import KvprobeError, UnsupportedModelError, did_you_mean
 from kvprobe.experiments.experiment import Experiment, setting
 from kvprobe.progress import Progress, silent
-from kvprobe.results.html import Column, amount, hundredths
+from kvprobe.results.html import Column, amount
 from kvprobe.results.result import Result, Row
 from kvprobe.shape import published
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
@@ -75,7 +75,7 @@ class Cache(Experiment):
         Column("context", "context (tokens)"),
         Column("bytes", "cache", amount),
         Column("bytes_per_token", "one more token", amount),
-        Column("relief", "times smaller", hundredths),
+        Column("relief", "times smaller", ",.2f"),
         Column("outweighs_at", "larger than the weights from"),
         Column("stops_at", "stops growing at"),
     )

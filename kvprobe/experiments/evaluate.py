@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress, silent
-from kvprobe.results.html import Column, percent, tenths, thousandths
+from kvprobe.results.html import Column
 from kvprobe.results.phrases import change_of, interval_of, passage_of, signed
 from kvprobe.results.result import Result, Row
 
@@ -50,14 +50,14 @@ class Evaluate(Experiment):
     caption = "Loss beyond the model as it is, and KL divergence of the next-token distribution from its own."
     columns = (
         Column("attend", "attention"),
-        Column("loss", "loss (nat)", thousandths),
-        Column("perplexity", "perplexity", tenths),
+        Column("loss", "loss (nat)", ".3f"),
+        Column("perplexity", "perplexity", ",.1f"),
         Column("delta", "beyond full (nat)", signed),
         Column("delta_low", "95 % from", signed),
         Column("delta_high", "to", signed),
-        Column("kld_mean", "KL divergence (nat)", thousandths),
-        Column("kld_p99", "its 99th percentile", thousandths),
-        Column("top1_agreement", "same first token", percent),
+        Column("kld_mean", "KL divergence (nat)", ".3f"),
+        Column("kld_p99", "its 99th percentile", ".3f"),
+        Column("top1_agreement", "same first token", ".1%"),
     )
 
     attend: tuple[Any, ...] = setting(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress
-from kvprobe.results.html import Column, amount, thousandths
+from kvprobe.results.html import Column, amount
 from kvprobe.results.phrases import counted, passage_of, training_of
 from kvprobe.results.result import Result, Row
 
@@ -56,7 +56,7 @@ class Gqa(Experiment):
     columns = (
         Column("n_kv_heads", "KV heads"),
         Column("seed", "seed"),
-        Column("best_val_loss", "best loss (nat)", thousandths),
+        Column("best_val_loss", "best loss (nat)", ".3f"),
         Column("attention_params", "parameters of attention"),
         Column("cache_bytes_per_token", "cache a token", amount),
     )

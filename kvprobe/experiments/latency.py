@@ -7,7 +7,7 @@ from kvprobe.caches.registry import KINDS
 from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress
 from kvprobe.results import phrases
-from kvprobe.results.html import Column, tenths, whole_percent
+from kvprobe.results.html import Column
 from kvprobe.results.result import Result, Row
 
 if TYPE_CHECKING:
@@ -58,17 +58,17 @@ class Latency(Experiment):
         Column("context", "context (tokens)"),
         Column("batch", "batch"),
         Column("step", "engine"),
-        Column("ms_median", "ms, median", tenths),
-        Column("ms_low", "lower quartile", tenths),
-        Column("ms_high", "upper quartile", tenths),
-        Column("tokens_per_s", "tokens/s", tenths),
-        Column("MB_moved", "MB moved", tenths),
-        Column("GFLOP", "GFLOP", tenths),
-        Column("intensity", "FLOP/B", tenths),
-        Column("attention_intensity", "attention's FLOP/B", tenths),
+        Column("ms_median", "ms, median", ",.1f"),
+        Column("ms_low", "lower quartile", ",.1f"),
+        Column("ms_high", "upper quartile", ",.1f"),
+        Column("tokens_per_s", "tokens/s", ",.1f"),
+        Column("MB_moved", "MB moved", ",.1f"),
+        Column("GFLOP", "GFLOP", ",.1f"),
+        Column("intensity", "FLOP/B", ",.1f"),
+        Column("attention_intensity", "attention's FLOP/B", ",.1f"),
         Column("bound", "bound by"),
-        Column("ceiling_tokens_per_s", "ceiling, tokens/s", tenths),
-        Column("fraction_of_ceiling", "of what that allows", whole_percent),
+        Column("ceiling_tokens_per_s", "ceiling, tokens/s", ",.1f"),
+        Column("fraction_of_ceiling", "of what that allows", ".0%"),
     )
 
     contexts: tuple[int, ...] = setting(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress, silent
-from kvprobe.results.html import Column, amount, hundredths, percent, tenths, thousandths
+from kvprobe.results.html import Column, amount
 from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of, signed
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result, Row
@@ -51,16 +51,16 @@ class Lowrank(Experiment):
     caption = "Loss with keys and values cut to a rank in every layer at once, from each basis."
     columns = (
         Column("rank", "rank"),
-        Column("loss", "loss (nat)", thousandths),
-        Column("perplexity", "perplexity", tenths),
+        Column("loss", "loss (nat)", ".3f"),
+        Column("perplexity", "perplexity", ",.1f"),
         Column("delta", "beyond full (nat)", signed),
         Column("delta_low", "95 % from", signed),
         Column("delta_high", "to", signed),
-        Column("energy", "energy kept", percent),
+        Column("energy", "energy kept", ".1%"),
         Column("latent_bytes", "latent", amount),
         Column("basis_bytes", "its basis", amount),
-        Column("ratio", "times smaller", hundredths),
-        Column("notional_ratio", "if the basis were free", hundredths),
+        Column("ratio", "times smaller", ",.2f"),
+        Column("notional_ratio", "if the basis were free", ",.2f"),
         Column("break_even_tokens", "smaller from (tokens)"),
     )
     spectrum_columns = ("numerical_rank", "effective_rank", "rank_90", "rank_99", "rank_99_9")

@@ -13,7 +13,7 @@ from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.experiments.lowrank import Lowrank
 from kvprobe.experiments.window import Window
 from kvprobe.progress import Progress
-from kvprobe.results.html import Column, amount, hundredths, tenths, thousandths
+from kvprobe.results.html import Column, amount
 from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of, signed
 from kvprobe.results.result import Result, Row
 from kvprobe.shape.cache_bytes import Bill, bill
@@ -57,13 +57,13 @@ class Relief(Experiment):
     columns = (
         Column("lever", "lever"),
         Column("kind", "factor"),
-        Column("loss", "loss (nat)", thousandths),
+        Column("loss", "loss (nat)", ".3f"),
         Column("delta", "beyond full (nat)", signed),
         Column("delta_low", "95 % from", signed),
         Column("delta_high", "to", signed),
         Column("bytes", "cache", amount),
-        Column("bytes_per_token", "bytes a token", tenths),
-        Column("relief", "times smaller", hundredths),
+        Column("bytes_per_token", "bytes a token", ",.1f"),
+        Column("relief", "times smaller", ",.2f"),
         Column("on_front", "on the front"),
     )
     in_units = ("bytes",)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress
-from kvprobe.results.html import Column, percent, thousandths
+from kvprobe.results.html import Column
 from kvprobe.results.phrases import passage_of
 from kvprobe.results.result import Result, Row
 
@@ -40,12 +40,12 @@ class Sinks(Experiment):
     caption = "Attention on token 0 by layer, beside what it would be if spread evenly, and by layer and head."
     columns = (
         Column("layer", "layer"),
-        Column("mass", "mass on token 0", thousandths),
-        Column("uniform", "if spread evenly", thousandths),
-        Column("sink_rate", "sink heads", percent),
+        Column("mass", "mass on token 0", ".3f"),
+        Column("uniform", "if spread evenly", ".3f"),
+        Column("sink_rate", "sink heads", ".1%"),
         Column("top_position", "heaviest position"),
         Column("top_token", "its token"),
-        Column("top_mass", "its mass", thousandths),
+        Column("top_mass", "its mass", ".3f"),
         Column("window", "own window"),
     )
     head_columns = ("layer", "head", "mass", "is_sink")

@@ -37,31 +37,6 @@ def _nested(value: Any) -> str:
     return plain(value)
 
 
-def thousandths(value: float) -> str:
-    """A number with three decimals."""
-    return f"{value:.3f}"
-
-
-def tenths(value: float) -> str:
-    """A number with one decimal."""
-    return f"{value:,.1f}"
-
-
-def hundredths(value: float) -> str:
-    """A number with two decimals."""
-    return f"{value:,.2f}"
-
-
-def percent(value: float) -> str:
-    """A share of one, in percent."""
-    return f"{value:.1%}"
-
-
-def whole_percent(value: float) -> str:
-    """A share of one, in whole percent."""
-    return f"{value:.0%}"
-
-
 def amount(value: int) -> str:
     """Bytes in the unit that reads best."""
     return str(Amount(value))
@@ -69,16 +44,21 @@ def amount(value: int) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: the field of a row, its heading, and how a value that is not null is written."""
+    """One column of a table: the field of a row, its heading, and how a value that is not null is written.
+
+    ``show`` is a format such as ``.3f`` or ``,.1f``, or a function.
+    """
 
     field: str
     heading: str
-    show: Callable[[Any], str] = plain
+    show: str | Callable[[Any], str] = plain
 
     def cell(self, row: Mapping[str, Any]) -> str:
         """The text of one cell, not yet escaped."""
         value = row[self.field]
-        return plain(None) if value is None else self.show(value)
+        if value is None:
+            return plain(None)
+        return format(value, self.show) if isinstance(self.show, str) else self.show(value)
 
 
 @functools.cache
