@@ -82,11 +82,6 @@ class Passage:
         return self.n_front > self.n_added
 
     @property
-    def bos_token_id(self) -> int | None:
-        """The first id if it is a mark, else None."""
-        return int(self.ids[0]) if self.has_bos else None
-
-    @property
     def first_content_id(self) -> int:
         """The first id that is not a mark: an ordinary token, for ``repeat_ids``."""
         if self.n_front == self.n_tokens:
@@ -215,24 +210,19 @@ def heldout(tokenizer: Tokenizer, text: Text, *, n_tokens: int, bos: Bos = "auto
     return encode(tokenizer, text, n_tokens=n_tokens, bos=bos, offset=first.next_offset)
 
 
-def random_ids(
-    vocab_size: int, n: int, seed: int, *, tokenizer: Tokenizer | None = None, bos_token_id: int | None = None
-) -> Tensor:
-    """Control: ids drawn uniformly (with replacement) from the vocabulary, int64 ``[n]``, including any BOS.
+def random_ids(vocab_size: int, n: int, seed: int, *, tokenizer: Tokenizer | None = None) -> Tensor:
+    """Control: ids drawn uniformly (with replacement) from the vocabulary, int64 ``[n]``.
 
     With a tokenizer, its special ids and the padding rows of an embedding larger than the vocabulary are never drawn.
-    Give ``passage.bos_token_id`` for the same beginning as the passage.
     """
-    front = [] if bos_token_id is None else [bos_token_id]
-    if n <= len(front):
-        raise ValueError(f"random ids need at least {len(front) + 1} tokens (including BOS), got {n}")
+    if n < 1:
+        raise ValueError(f"random ids need at least 1 token, got {n}")
     ordinary = torch.ones(vocab_size, dtype=torch.bool)
     if tokenizer is not None:
         ordinary[len(tokenizer) :] = False
         ordinary[[i for i in tokenizer.all_special_ids if i < vocab_size]] = False
     pool = ordinary.nonzero().squeeze(1)
-    draw = torch.randint(len(pool), (n - len(front),), generator=torch.Generator().manual_seed(seed))
-    return torch.cat([torch.tensor(front, dtype=torch.long), pool[draw]])
+    return pool[torch.randint(len(pool), (n,), generator=torch.Generator().manual_seed(seed))]
 
 
 def repeat_ids(token_id: int, n: int) -> Tensor:
