@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress, silent
 from kvprobe.results.html import Column
-from kvprobe.results.phrases import change_of, interval_of, passage_of, signed
+from kvprobe.results.phrases import LOSS_COLUMNS, change_of, interval_of, passage_of
 from kvprobe.results.result import Result, Row
 
 if TYPE_CHECKING:
@@ -50,11 +50,7 @@ class Evaluate(Experiment):
     caption = "Loss beyond the model as it is, and KL divergence of the next-token distribution from its own."
     columns = (
         Column("attend", "attention"),
-        Column("loss", "loss (nat)", ".3f"),
-        Column("perplexity", "perplexity", ",.1f"),
-        Column("delta", "beyond full (nat)", signed),
-        Column("delta_low", "95 % from", signed),
-        Column("delta_high", "to", signed),
+        *LOSS_COLUMNS,
         Column("kld_mean", "KL divergence (nat)", ".3f"),
         Column("kld_p99", "its 99th percentile", ".3f"),
         Column("top1_agreement", "same first token", ".1%"),

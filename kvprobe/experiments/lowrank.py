@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress, silent
 from kvprobe.results.html import Column, amount
-from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of, signed
+from kvprobe.results.phrases import LOSS_COLUMNS, change_of, fitted_to, interval_of, passage_of
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result, Row
 
@@ -51,11 +51,7 @@ class Lowrank(Experiment):
     caption = "Loss with keys and values cut to a rank in every layer at once, from each basis."
     columns = (
         Column("rank", "rank"),
-        Column("loss", "loss (nat)", ".3f"),
-        Column("perplexity", "perplexity", ",.1f"),
-        Column("delta", "beyond full (nat)", signed),
-        Column("delta_low", "95 % from", signed),
-        Column("delta_high", "to", signed),
+        *LOSS_COLUMNS,
         Column("energy", "energy kept", ".1%"),
         Column("latent_bytes", "latent", amount),
         Column("basis_bytes", "its basis", amount),

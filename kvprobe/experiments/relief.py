@@ -14,7 +14,7 @@ from kvprobe.experiments.lowrank import Lowrank
 from kvprobe.experiments.window import Window
 from kvprobe.progress import Progress
 from kvprobe.results.html import Column, amount
-from kvprobe.results.phrases import change_of, fitted_to, interval_of, passage_of, signed
+from kvprobe.results.phrases import LOSS_COLUMNS, change_of, fitted_to, interval_of, passage_of
 from kvprobe.results.result import Result, Row
 from kvprobe.shape.cache_bytes import Bill, bill
 from kvprobe.shape.spec import Spec
@@ -57,10 +57,7 @@ class Relief(Experiment):
     columns = (
         Column("lever", "lever"),
         Column("kind", "factor"),
-        Column("loss", "loss (nat)", ".3f"),
-        Column("delta", "beyond full (nat)", signed),
-        Column("delta_low", "95 % from", signed),
-        Column("delta_high", "to", signed),
+        *(column for column in LOSS_COLUMNS if column.field != "perplexity"),
         Column("bytes", "cache", amount),
         Column("bytes_per_token", "bytes a token", ",.1f"),
         Column("relief", "times smaller", ",.2f"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress, silent
 from kvprobe.results.html import Column
-from kvprobe.results.phrases import change_of, interval_of, passage_of, signed, sinks_of
+from kvprobe.results.phrases import LOSS_COLUMNS, change_of, interval_of, passage_of, sinks_of
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result, Row
 
@@ -56,11 +56,7 @@ class Window(Experiment):
         Column("n_sink", "sinks"),
         Column("positions", "positions"),
         Column("sink_choice", "which sinks"),
-        Column("loss", "loss (nat)", ".3f"),
-        Column("perplexity", "perplexity", ",.1f"),
-        Column("delta", "beyond full (nat)", signed),
-        Column("delta_low", "95 % from", signed),
-        Column("delta_high", "to", signed),
+        *LOSS_COLUMNS,
         Column("cache_tokens", "tokens in the cache"),
     )
     stream_columns = (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvprobe.results.html import Row
+from kvprobe.results.html import Column, Row
 
 PUBLISHED = "the published protocol"
 """The name of a training protocol with every published setting (:class:`kvprobe.experiments.gqa.Protocol`)."""
@@ -68,6 +68,15 @@ def signed(value: float) -> str:
     """A difference in nat with its sign, as ``−0.012``."""
     return f"{value:+.3f}".replace("-", "−")
 
+
+LOSS_COLUMNS = (
+    Column("loss", "loss (nat)", ".3f"),
+    Column("perplexity", "perplexity", ",.1f"),
+    Column("delta", "beyond full (nat)", signed),
+    Column("delta_low", "95 % from", signed),
+    Column("delta_high", "to", signed),
+)
+"""What a table shows of a loss and its difference to the full pass."""
 
 WORDS = "busy machine, not to be quoted"
 
