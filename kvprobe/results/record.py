@@ -45,8 +45,8 @@ def versions(*packages: str) -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            # of kvprobe the code that runs, whatever else is installed
+            found[package] = __version__ if package == "kvprobe" else metadata.version(package)
         except metadata.PackageNotFoundError:
-            # a source tree on the path has a version too
-            found[package] = __version__ if package == "kvprobe" else "not installed"
+            found[package] = "not installed"
     return found

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import kvprobe
 from kvprobe.files.whole import write_whole
 from kvprobe.results.record import processor, run_record
 from kvprobe.results.result import Result
@@ -136,6 +137,12 @@ def test_the_run_record_names_versions_and_processor_but_no_host_and_no_path(tmp
     text = json.dumps(record)
     assert os.uname().nodename not in text
     assert str(Path.cwd()) not in text
+
+
+def test_the_run_record_names_the_kvprobe_that_runs_not_the_one_installed(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: f"installed {package}")
+    versions = run_record()["versions"]
+    assert (versions["kvprobe"], versions["torch"]) == (kvprobe.__version__, "installed torch")
 
 
 def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
