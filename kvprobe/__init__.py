@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvprobe.probes.mass import token0_mass
     from kvprobe.results.result import Result
 
+# the version's one place: the package's metadata is made from it
 __version__ = "0.1.0"
 __all__ = ["Result", "attending", "capture", "evaluate", "generate", "load", "prepare", "token0_mass"]
 
@@ -35,11 +36,14 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'kvprobe' has no attribute {name!r}")
-    value = globals()[name] = getattr(_import_module(f"kvprobe.{_MODULES[name]}"), name)
-    return value
+# a type checker sees the names above, and no others
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'kvprobe' has no attribute {name!r}")
+        value = globals()[name] = getattr(_import_module(f"kvprobe.{_MODULES[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:
