@@ -3,7 +3,6 @@
 import doctest
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -54,7 +53,3 @@ def test_the_example_in_its_docstring_runs(name):
     assert example.examples, f"{name} has no example"
     ran = doctest.DocTestRunner(verbose=False).run(example, out=(said := []).append)
     assert ran.failed == 0, "".join(said)
-
-
-def test_types_are_shipped():
-    assert Path(kvprobe.__file__).with_name("py.typed").is_file()
