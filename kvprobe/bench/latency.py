@@ -205,6 +205,7 @@ class Bench:
                 self.progress("end to end, cached", done, n_new, "tokens")
                 token = engine.decode(token)[:, 0].argmax(-1, keepdim=True)
             taken = clock() - started
+        self.progress("end to end, cached", n_new, n_new, "tokens")
         works = (shape.prefill(n_prompt), *(shape.decode(n_prompt + i) for i in range(1, n_new)))
         timing = Timing((taken,))
         yield observed(phase="end_to_end_cached", step=engine.name, timing=timing, works=works)

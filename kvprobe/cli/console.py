@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from kvprobe.results.visible import shown, visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# without a terminal a bar would be noise: one line at the start of each piece of work, then at most this often
+# without a terminal a bar would be noise: lines at least this far apart, and in long work at most so far
 SECONDS_BETWEEN_LINES = 10.0
+MOST_SECONDS_BETWEEN_LINES = 60.0
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def progress_bar(quiet: bool) -> Iterator[Progress]:
         with _rich_bar() as bar:
             yield _watchful(bar)
     else:
-        yield _watchful(_Lines())
+        yield _watchful(Lines())
 
 
 def _watchful(progress: Progress) -> Progress:
@@ -79,17 +80,29 @@ def _rich_bar() -> Iterator[Progress]:
         yield show
 
 
-class _Lines:
-    """Progress for logs and pipes."""
+class Lines:
+    """Progress for logs and pipes: a line for the first step of each piece of work, for its last, and some between.
 
-    def __init__(self) -> None:
-        self._last: dict[str, float] = {}
+    Those between come after 10 s or a tenth of the time that the piece has taken, but after a minute at the latest.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began: dict[str, float] = {}
+        self._said: dict[str, float] = {}
+        self._before: tuple[str, int, int | None] | None = None
 
     def __call__(self, what: str, done: int, total: int | None, unit: str = "") -> None:
-        now = time.monotonic()
-        if now - self._last.get(what, -SECONDS_BETWEEN_LINES) < SECONDS_BETWEEN_LINES:
+        """Say it, if it is time."""
+        now, step, last = self._clock(), (what, done, total), total is not None and done >= total
+        wait = max(SECONDS_BETWEEN_LINES, (now - self._began.setdefault(what, now)) / 10)
+        early = what in self._said and now - self._said[what] < min(wait, MOST_SECONDS_BETWEEN_LINES)
+        again, self._before = step == self._before, step
+        if last:
+            del self._began[what]
+        if again or (early and not last):
             return
-        self._last[what] = now
+        self._said[what] = now
         amount = f"{done:,} of {total:,}" if total else f"{done:,}" if done else ""
         click.echo(visible(f"{what}: {amount} {unit}".rstrip() if amount else what), err=True)
 

@@ -228,6 +228,7 @@ def pool(
         scored = loss_fields(losses, reference, seed=seed)
         row: Row = {"n_kv_heads": n, "seed": None, "best_val_loss": scored.pop("loss")}
         rows.append(row | shape_row(shared.config, subject.loaded.dtype) | scored)
+    progress("pooling", len(rungs) + 1, len(rungs) + 1, "head counts")
     n_targets = passage.n_tokens - 1 - score_from
     facts = {
         "n_heads": decoder.config.n_heads,

@@ -136,6 +136,7 @@ class Relief(Experiment):
             losses = token_losses(model, ids, score_from=score_from, attend=quantising(n_bits))
             scored, n_bytes = loss_fields(losses, reference, seed=self.seed), replace(now, bits=n_bits).total(n_tokens)
             rows.append(_row(f"{n_bits}-bit storage", "bits", scored, n_bytes, bits=n_bits))
+        progress("quantised storage", len(self.bits), len(self.bits), "passes")
         n_targets = n_tokens - 1 - score_from
         facts = {
             "windows": windows,
