@@ -2,17 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 
 if TYPE_CHECKING:
     import torch
 
 
-HINT = "a shorter --context, a smaller --batch or --dtype bfloat16"
+HINT = "a smaller {context} or {batch}, or {dtype} bfloat16"
 
 
 def check_memory(what: str, need: int, device: "torch.device | str", *, hint: str = HINT) -> None:
-    """Raise KvprobeError, with both numbers and ``hint``, if ``device`` has fewer than ``need`` bytes free."""
+    """Raise KvprobeError if ``device`` has fewer than ``need`` bytes free, with both numbers and what to use instead.
+
+    ``hint`` names settings as a `Wording` does.
+    """
     import torch
 
     if torch.device(device).type == "cuda":
@@ -22,6 +25,5 @@ def check_memory(what: str, need: int, device: "torch.device | str", *, hint: st
 
         free, where = psutil.virtual_memory().available, "in memory"
     if need > free:
-        raise KvprobeError(
-            f"{what} would need {need / 2**30:,.2f} GiB and {free / 2**30:,.2f} GiB are free {where}: use {hint}"
-        )
+        said = "{0} would need {1:,.2f} GiB and {2:,.2f} GiB are free {3}: use " + hint
+        raise KvprobeError(Wording(said, what, need / 2**30, free / 2**30, where))

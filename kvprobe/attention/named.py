@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.errors import KvprobeError, NotIntercepted
+from kvprobe.errors import KvprobeError, NotIntercepted, Wording
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +80,7 @@ def named(attend: Any) -> NamedAttend:
 def _of_file(text: str) -> tuple[Any, str]:
     where, colon, name = text.rpartition(":")
     if not (where and colon and name):
-        raise ValueError(f"{text!r} is not FILE.py:NAME, as in mine.py:last_64")
+        raise ValueError(Wording("{attend} must be FILE.py:NAME, as in mine.py:last_64, got {0!r}", text))
     path = Path(where).expanduser().absolute()
     if not path.is_file():
         raise KvprobeError(f"there is no file {where!r} with a function {name}: give FILE.py:NAME")

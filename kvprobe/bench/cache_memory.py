@@ -12,7 +12,7 @@ from kvprobe.attention.call import AttentionCall
 from kvprobe.bench.storages import measure
 from kvprobe.caches.layer import KVCache, Place
 from kvprobe.caches.registry import build
-from kvprobe.errors import UnsupportedModelError
+from kvprobe.errors import UnsupportedModelError, Wording
 from kvprobe.memory import HINT, check_memory
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
@@ -55,16 +55,17 @@ def rows(
     spec, shape = loaded.spec, bill(loaded.spec, loaded.dtype)
     for context in contexts:
         if context < 1:
-            raise ValueError(f"context must be at least 1 token, got {context}")
+            raise ValueError(Wording("{context} must be at least 1 token, got {0}", context))
         if spec.max_positions is not None and context > spec.max_positions:
-            raise ValueError(f"{context} tokens are more than the model's {spec.max_positions} positions: use fewer")
+            said = "{context} must be at most {0}, the model's positions, got {1}"
+            raise ValueError(Wording(said, spec.max_positions, context))
         # beside the cache itself the prefill of its tokens, and the fused projection is larger than either
         need = int((2 + spec.n_heads / (2 * max(1, spec.n_kv_heads))) * _unbounded(shape).total(context, batch=batch))
         check_memory(f"a cache of {context:,} tokens, batch {batch}", need, loaded.device)
         for kind in kinds if spec.keeps_plain_kv else ():
             own = batch * _build(loaded, kind, context, min(1, batch), window, n_sink, device="meta").formula_bytes
             slots = window + n_sink if kind == "rolling" else context
-            hint = "a smaller --window" if kind == "rolling" else HINT
+            hint = "a smaller {window} or fewer {sinks}" if kind == "rolling" else HINT
             check_memory(f"a {kind} cache of {slots:,} tokens", own, loaded.device, hint=hint)
     table = []
     for context in contexts:

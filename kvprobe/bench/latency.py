@@ -20,6 +20,7 @@ from kvprobe.caches.layer import KVCache
 from kvprobe.caches.registry import build
 from kvprobe.decoder.engine import Clock, Engine, device_clock, reread
 from kvprobe.decoder.model import Decoder
+from kvprobe.errors import Wording
 from kvprobe.generation import engines
 from kvprobe.memory import check_memory
 from kvprobe.progress import Progress, silent
@@ -105,10 +106,13 @@ class Bench:
         where cache and activations would not fit the free memory. Both are raised before anything is timed.
         """
         if unknown := sorted(set(phases) - set(PHASES)):
-            raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {unknown[0]!r}")
+            raise ValueError(Wording("{phase} must be one of {0}, got {1!r}", ", ".join(PHASES), unknown[0]))
         shape, device = Shape.of(self.decoder), self.decoder.embedding.weight.device
         for context in contexts:
-            self.decoder.check_length(context)
+            if context > (limit := self.decoder.config.max_positions):
+                raise ValueError(
+                    Wording("{context} must be at most {0}, the model's positions, got {1}", limit, context)
+                )
             for batch in batches:
                 # refuses contexts and batches below 1
                 shape.decode(context, batch=batch)
@@ -126,16 +130,20 @@ class Bench:
         other than full, whose work at each length is not known.
         """
         if self.cache_kind != "full":
-            raise ValueError(f"a whole answer is timed with a full cache, not with {self.cache_kind}")
+            said = "{end_to_end}, a whole answer, is timed with {cache_kind} full, not with {0}: leave out one"
+            raise ValueError(Wording(said, self.cache_kind))
         samples = n_new if naive_samples is None else naive_samples
-        for name, value in (("prompt", n_prompt), ("new tokens", n_new), ("naive samples", samples)):
+        for name, value in (("prompt_tokens", n_prompt), ("new_tokens", n_new), ("naive_samples", samples)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        self.decoder.check_length(n_prompt + n_new - 1)
+                raise ValueError(Wording(f"{{{name}}} must be at least 1, got {{0}}", value))
+        if n_prompt + n_new - 1 > (limit := self.decoder.config.max_positions):
+            said = "{prompt_tokens} {0} and {new_tokens} {1} need more than the model's {2} positions: give fewer"
+            raise ValueError(Wording(said, n_prompt, n_new, limit))
         check_memory(
             f"{n_new:,} tokens after {n_prompt:,}",
             Shape.of(self.decoder).decode(n_prompt + n_new).cache_bytes + self._activation_bytes(n_prompt + n_new, 1),
             self.decoder.embedding.weight.device,
+            hint="fewer {prompt_tokens} or {new_tokens}, or {dtype} bfloat16",
         )
         return self._end_to_end(n_prompt, n_new, min(samples, n_new))
 

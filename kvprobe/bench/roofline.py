@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
+from kvprobe.errors import Wording
+
 if TYPE_CHECKING:
     from kvprobe.decoder.model import Decoder
 
@@ -189,6 +191,6 @@ def _pairs(n_tokens: int, window: int) -> int:
 
 def _check(n_tokens: int, batch: int) -> None:
     if n_tokens < 1:
-        raise ValueError(f"context must be at least 1 token, got {n_tokens}")
+        raise ValueError(Wording("{context} must be at least 1 token, got {0}", n_tokens))
     if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
+        raise ValueError(Wording("{batch} must be at least 1, got {0}", batch))

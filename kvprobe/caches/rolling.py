@@ -11,6 +11,7 @@ from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.rope import Rope
 from kvprobe.caches.layer import Buffers, KVCache, Past, Place
 from kvprobe.caches.ring import RingLayer
+from kvprobe.errors import Wording
 from kvprobe.shape.layers import Layer
 
 Positions = Literal["absolute", "cache"]
@@ -128,15 +129,17 @@ class RollingCache(KVCache):
         device: torch.device | str = "cpu",
     ) -> None:
         if window < 1:
-            raise ValueError(f"window must be at least 1 (the query itself), got {window}")
+            raise ValueError(Wording("{window} must be at least 1 (the query itself), got {0}", window))
         if n_sink < 0:
-            raise ValueError(f"n_sink must be at least 0, got {n_sink}")
+            raise ValueError(Wording("{n_sink} must be at least 0, got {0}", n_sink))
         if positions not in ("absolute", "cache"):
-            raise ValueError(f"positions must be 'absolute' or 'cache', got {positions!r}")
+            raise ValueError(Wording("{positions} must be absolute or cache, got {0!r}", positions))
         if positions == "cache" and ropes is None:
             raise ValueError(
-                "positions='cache' needs rotary positions: learned ones are added to the hidden state and cannot be "
-                "moved afterwards; use positions='absolute', which ends at the model's last position"
+                Wording(
+                    "{positions} cache needs rotary positions: learned ones are added to the hidden state and cannot "
+                    "be moved afterwards; use {positions} absolute, which ends at the model's last position"
+                )
             )
         self.window, self.n_sink = window, n_sink
         self.unbounded = positions == "cache"

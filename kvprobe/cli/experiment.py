@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
+from kvprobe.cli.command import Command
 from kvprobe.cli.options import (
     COUNT,
     Choice,
-    Command,
     CountFrom,
     Finite,
     common,
@@ -18,8 +18,7 @@ from kvprobe.cli.options import (
     passage_options,
     with_options,
 )
-from kvprobe.errors import KvprobeError
-from kvprobe.experiments.experiment import Experiment, Setting, SettingError, settings_of
+from kvprobe.experiments.experiment import Experiment, Setting, settings_of
 from kvprobe.results.result import Result
 
 
@@ -34,13 +33,10 @@ def command_of(
     """
 
     def command(model: str, **options: Any) -> None:
-        try:
-            result = body(model, options) if body else ask(asked(kind, options), model, options)
-            if result is not None:
-                show(result, kind, options)
-                draw(result, kind, options)
-        except SettingError as error:
-            raise _named(error, kind) from error
+        result = body(model, options) if body else ask(asked(kind, options), model, options)
+        if result is not None:
+            show(result, kind, options)
+            draw(result, kind, options)
 
     command.__doc__ = inspect.getdoc(kind)
     parts = [options_of(kind), *own]
@@ -50,7 +46,7 @@ def command_of(
         parts.append(passage_options)
     argument = {"required": False} if kind.needs == "corpus" else {"default": "gpt2"}
     made: Any = with_options(click.argument("model", **argument), *parts, common)(command)
-    found = click.command(kind.name, short_help=kind.short)(made)
+    found = click.command(kind.name, cls=Command, short_help=kind.short)(made)
     if kind.needs == "config":
         # arithmetic: nothing runs on a device and nothing is random
         found.params = [option for option in found.params if option.name not in ("device", "seed")]
@@ -63,7 +59,7 @@ def command_of(
     return found
 
 
-def options_of(kind: type[Experiment]) -> Callable[[Command], Command]:
+def options_of(kind: type[Experiment]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The options of an experiment's own settings, in the order of its fields."""
     own = {name: about for name, about in settings_of(kind).items() if not about.common}
     fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
@@ -119,18 +115,6 @@ def draw(result: Result, kind: type[Experiment], options: dict[str, Any]) -> Non
         save_plot(kind.figure(result), options["plot"])
 
 
-def _named(error: SettingError, kind: type[Experiment]) -> Exception:
-    """The same in terms of options: a usage error if some contradict each other, else exit code 1."""
-    said = error.said({name: _flag(name, about) for name, about in settings_of(kind).items()})
-    if len(error.names) > 1:
-        return click.UsageError(said, click.get_current_context())
-    return KvprobeError(said)
-
-
-def _flag(name: str, about: Setting) -> str:
-    return about.flag or f"--{name.replace('_', '-')}"
-
-
 def _help(about: Setting) -> str:
     return about.help + (f"  [default: {about.shown}]" if about.shown else "")
 
@@ -138,12 +122,12 @@ def _help(about: Setting) -> str:
 def _option(name: str, about: Setting, default: Any) -> Callable[[Any], Any]:
     given: dict[str, Any] = {"help": _help(about)}
     if about.kind is bool:
-        return click.option(_flag(name, about), name, is_flag=True, default=default, **given)
+        return click.option(about.option(name), name, is_flag=True, default=default, **given)
     if not about.shown and default not in (None, ()):
         given |= {"default": default, "show_default": True}
     if about.alone is not None:
         given |= {"is_flag": False, "flag_value": about.alone}
-    return click.option(_flag(name, about), name, type=_type(about), multiple=about.repeats, **given)
+    return click.option(about.option(name), name, type=_type(about), multiple=about.repeats, **given)
 
 
 def _type(about: Setting) -> Any:

@@ -18,9 +18,10 @@ import click
 
 import kvprobe.cli.commands
 from kvprobe import __version__
+from kvprobe.cli.command import flags_of
 from kvprobe.cli.completion import completing
 from kvprobe.cli.process import tune_process
-from kvprobe.errors import KvprobeError, did_you_mean
+from kvprobe.errors import KvprobeError, did_you_mean, reword
 from kvprobe.results.visible import visible
 
 # in the order in which --help lists them; experiments that are not listed follow
@@ -69,7 +70,9 @@ class LazyGroup(click.Group):
         """The command that was asked for; a usage error for an unknown one, naming the closest."""
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
-            ctx.fail(f"no such command {args[0]!r}: {did_you_mean(args[0], known)}`kvprobe --help` lists the commands")
+            ctx.fail(
+                f"no such command {args[0]!r}: {did_you_mean(args[0], known, '`kvprobe --help` lists the commands')}"
+            )
         return super().resolve_command(ctx, args)
 
 
@@ -117,6 +120,8 @@ def run(command: click.Command, arguments: list[str] | None = None, *, name: str
         if interrupts.seen() is None and isinstance(error, click.Abort | KeyboardInterrupt):
             status = _told("kvprobe: interrupted", 130)
         else:
+            # of a program of its own, such as an analysis; kvprobe's commands have done so
+            reword(error, lambda wording: wording.said(flags_of(command)))
             status = _interrupted() or _status_of(error)
     finally:
         interrupts.release()

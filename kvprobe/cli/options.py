@@ -59,8 +59,8 @@ class Choice(click.Choice[str]):
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         """As click says it, with what was probably meant."""
-        meant = did_you_mean(str(value), self.choices).rstrip()
-        return f"{super().get_invalid_choice_message(value, ctx)} {meant}".rstrip()
+        said, meant = super().get_invalid_choice_message(value, ctx), did_you_mean(str(value), self.choices)
+        return f"{said.removesuffix('.')}: {meant}" if meant else said
 
 
 def with_options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:

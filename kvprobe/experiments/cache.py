@@ -199,8 +199,8 @@ def find_shape(model: str, *, progress: Progress = silent) -> KnownShape:
         raise
     except KvprobeError as error:
         known = published.published()
-        meant = did_you_mean(model, known)
-        raise KvprobeError(f"{error}; {meant}without a network, `kvprobe cache` knows {', '.join(known)}") from error
+        named = did_you_mean(model, known, f"without a network, `kvprobe cache` knows {', '.join(known)}")
+        raise KvprobeError(f"{error}; {named}") from error
     return KnownShape(spec, {"model": files.name, "revision": files.revision, "source": files.source}, dtype)
 
 

@@ -97,7 +97,7 @@ class Evaluate(Experiment):
         check_score_from(n_tokens, score_from)
         # one layer's scores with a mask of each head, and two distributions with what is computed of them
         need = 12 * spec.n_heads * n_tokens**2 + 5 * 8 * CHUNK * spec.vocab_size
-        check_memory(f"evaluating {n_tokens:,} tokens", need, subject.loaded.device, hint="fewer --tokens")
+        check_memory(f"evaluating {n_tokens:,} tokens", need, subject.loaded.device, hint="fewer {tokens}")
         model, passes = language_model(subject.model), 1 + len(self.attend)
         progress("evaluating", 0, passes, "passes")
         full, reference = scored_pass(model, subject.input_ids, score_from=score_from)

@@ -1,13 +1,13 @@
 """What is an experiment? A frozen dataclass whose fields are its settings, in Python, commands and sweeps."""
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from numbers import Integral, Real
-from string import Formatter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from kvprobe.errors import SettingError, reword
 from kvprobe.progress import Progress, silent
 from kvprobe.results.html import Column
 from kvprobe.results.record import run_record
@@ -17,34 +17,9 @@ from kvprobe.shape.cache_bytes import Amount
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["Experiment", "Setting", "SettingError", "seed", "setting", "settings_of"]
+
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
-
-
-class SettingError(ValueError):
-    """A setting that cannot be: ``text`` names settings in braces, which a command replaces by its options.
-
-    >>> error = SettingError("{fit_text} needs {basis} heldout, not {basis} {0}", "oracle")
-    >>> print(error)
-    fit_text needs basis heldout, not basis oracle
-    >>> error.said({"fit_text": "--fit-text", "basis": "--basis"})
-    '--fit-text needs --basis heldout, not --basis oracle'
-    """
-
-    def __init__(self, text: str, *values: Any) -> None:
-        super().__init__(text, *values)
-        self.text, self.values = text, values
-
-    @property
-    def names(self) -> set[str]:
-        """The settings that it names."""
-        return {name for _, name, _, _ in Formatter().parse(self.text) if name and not name.isdecimal()}
-
-    def said(self, flags: Mapping[str, str]) -> str:
-        """The text with each setting as ``flags`` has it."""
-        return Formatter().vformat(self.text, self.values, {name: flags.get(name, name) for name in self.names})
-
-    def __str__(self) -> str:
-        return self.said({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +44,10 @@ class Setting:
     repeats: bool = False
     loose: bool = False
     common: bool = False
+
+    def option(self, name: str) -> str:
+        """The option of the setting of that name."""
+        return self.flag or f"--{name.replace('_', '-')}"
 
     def checked(self, name: str, value: Any) -> Any:
         """The value, numpy's numbers as Python's.
@@ -142,9 +121,17 @@ class Experiment:
         raise NotImplementedError
 
     def run(self, subject: Any, *, progress: Progress = silent) -> Result:
-        """The result of asking ``subject``; raises as `measure` does."""
+        """The result of asking ``subject``; raises as `measure` does, naming its own settings."""
         started = time.perf_counter()
-        rows, facts = self.measure(subject, progress)
+        try:
+            rows, facts = self.measure(subject, progress)
+        except Exception as error:
+            # what it calls knows one window, and not that it is of `windows`
+            fields_of = {
+                about.option(name)[2:].replace("-", "_"): name for name, about in settings_of(type(self)).items()
+            }
+            reword(error, lambda wording: wording.renamed(fields_of))
+            raise
         wall_s = round(time.perf_counter() - started, 3)
         about, settings = subject.record(), self.settings()
         if twice := sorted(about.keys() & settings.keys()):

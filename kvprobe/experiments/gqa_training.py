@@ -12,7 +12,7 @@ import torch
 from kvprobe.cells.run_store import RunStore, TrainingRun, config_of, finish_all, shape_row
 from kvprobe.decoder.model import from_hf
 from kvprobe.decoder.pool_kv_heads import pool_kv_heads
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.models.subject import Subject
 from kvprobe.probes.equivalence import Equivalence, mean_interval, paired, tost
 from kvprobe.probes.losses import check_score_from, default_block_length, loss_fields, token_losses
@@ -218,7 +218,8 @@ def pool(
     rungs = sorted({*(kv_heads or divisors)} - {has}, reverse=True)
     if bad := [n for n in rungs if n not in divisors]:
         can = ", ".join(map(str, divisors))
-        raise ValueError(f"{has} key/value heads cannot be pooled to {bad[0]} evenly: it can be {can}")
+        said = "{kv_heads}: {0} key/value heads cannot be pooled to {1} evenly: it can be {2}"
+        raise ValueError(Wording(said, has, bad[0], can))
     rows: list[Row] = []
     reference = token_losses(decoder, subject.input_ids, score_from=score_from)
     for done, n in enumerate([has, *rungs]):

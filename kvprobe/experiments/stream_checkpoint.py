@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kvprobe.caches.rolling import RollingCache
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.files.store import try_lock
 from kvprobe.training.checkpoint import Kind, Snapshot, fingerprint
 
@@ -19,8 +19,8 @@ STREAM = Kind(
     key="kvprobe stream",
     what="state",
     run="stream",
-    hint="give another --state",
-    afresh="give another --state, or --no-resume to start afresh",
+    hint="give another {state}",
+    afresh="give another {state}, or {no_resume} to start afresh",
 )
 
 
@@ -96,7 +96,9 @@ class StreamCheckpoint(Snapshot):
         """Only one run at a time; another is refused (KvprobeError). The lock is released when its process dies."""
         with try_lock(self.path) as locked:
             if not locked:
-                raise KvprobeError("another run of this stream is in progress: wait for it, or give another --state")
+                raise KvprobeError(
+                    Wording("another run of this stream is in progress: wait for it, or give another {state}")
+                )
             yield
 
     def progress(self) -> StreamProgress | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvprobe.caches.rolling import Positions, RollingCache
 from kvprobe.decoder.model import Decoder
-from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.errors import KvprobeError, UnsupportedModelError, Wording
 from kvprobe.experiments.stream_checkpoint import Segment, StreamCheckpoint, StreamProgress
 from kvprobe.memory import check_memory
 from kvprobe.probes.losses import check_finite, check_score_from, hidden_losses
@@ -61,31 +61,34 @@ def check(decoder: Decoder, n_tokens: int, config: StreamConfig) -> None:
     """Refuse, before any work, what :func:`stream` cannot do; see there."""
     if config.positions not in get_args(Positions):
         raise ValueError(
-            f"a stream's positions must be one of {', '.join(get_args(Positions))}, got {config.positions}"
+            Wording("{positions} of a stream must be {0}, got {1}", " or ".join(get_args(Positions)), config.positions)
         )
     if not config.cells:
         raise ValueError("a stream needs at least one window and one number of sinks")
     for window, n_sink in config.cells:
         check_window(window)
         if n_sink < 0:
-            raise ValueError(f"sinks must be at least 0, got {n_sink}")
+            raise ValueError(Wording("{sinks} must be at least 0, got {0}", n_sink))
     for name, value in (("every", config.every), ("chunk", config.chunk)):
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1 token, got {value}")
+            raise ValueError(Wording(f"{{{name}}} must be at least 1 token, got {{0}}", value))
     check_score_from(n_tokens, config.score_from)
     limit, learned = decoder.config.max_positions, decoder.config.rotary is None
     if config.positions == "cache" and learned:
         raise UnsupportedModelError(
-            "positions cache: this model's positions are learned, added to the hidden state, and cannot be moved by "
-            f"slot afterwards; use positions absolute, for at most {limit} tokens"
+            Wording(
+                "{positions} cache: this model's positions are learned, added to the hidden state, and cannot be moved "
+                "by slot afterwards; use {positions} absolute, for at most {tokens} {0}",
+                limit,
+            )
         )
     if config.positions == "absolute" and n_tokens > limit:
         why = (
-            "learned positions have no entry beyond them, so use fewer --tokens"
+            "learned positions have no entry beyond them, so use fewer {tokens}"
             if learned
-            else "use --positions cache, which has no last position, or fewer --tokens"
+            else "use {positions} cache, which has no last position, or fewer {tokens}"
         )
-        raise KvprobeError(f"{n_tokens} tokens are more than the model's {limit} positions: {why}")
+        raise KvprobeError(Wording("{0} tokens are more than the model's {1} positions: " + why, n_tokens, limit))
 
 
 @torch.no_grad()
@@ -111,7 +114,9 @@ def stream(
     # before a state is written, which would stand in the way of the next run
     shape, weight, slots = decoder.config, decoder.embedding.weight, max(map(sum, config.cells))
     need = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * slots * weight.element_size()
-    check_memory(f"a rolling cache of {slots:,} tokens", need, weight.device, hint="a smaller --window")
+    check_memory(
+        f"a rolling cache of {slots:,} tokens", need, weight.device, hint="a smaller {window} or fewer {sinks}"
+    )
     saved_progress = state.progress() if state is not None else None
     now = StreamProgress() if saved_progress is None else replace(saved_progress, resumed=saved_progress.resumed + 1)
     if state is not None:

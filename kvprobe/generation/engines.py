@@ -14,6 +14,7 @@ from kvprobe.attention.call import AttentionCall
 from kvprobe.caches.layer import Attend, KVCache
 from kvprobe.decoder.engine import Engine, TorchEngine
 from kvprobe.decoder.model import Decoder
+from kvprobe.errors import Wording
 from kvprobe.native.eligible import obstacle
 
 Kind = Literal["auto", "numba", "torch"]
@@ -25,7 +26,7 @@ def engine(decoder: Decoder, cache: KVCache, kind: Kind = "auto", *, attend: Att
     Raises ValueError, saying why, if "numba" is asked for and cannot be used.
     """
     if kind not in get_args(Kind):
-        raise ValueError(f"engine must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+        raise ValueError(Wording("{engine} must be one of {0}, got {1!r}", ", ".join(get_args(Kind)), kind))
     if kind == "torch":
         return TorchEngine(decoder, cache, attend=attend or AttentionCall.attend)
     why_not = obstacle(decoder, cache, attend)
@@ -38,5 +39,5 @@ def engine(decoder: Decoder, cache: KVCache, kind: Kind = "auto", *, attend: Att
         else:
             return NumbaEngine(decoder, cache)
     if kind == "numba":
-        raise ValueError(f"the numba engine cannot be used: {why_not}")
+        raise ValueError(Wording("{engine} numba cannot be used: {0}; use {engine} auto or torch", why_not))
     return TorchEngine(decoder, cache, attend=attend or AttentionCall.attend, note=f"engine: torch, since {why_not}")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.models.loading import Loaded
 from kvprobe.text import passages
 from kvprobe.text.passages import Bos, Passage
@@ -23,8 +23,11 @@ def in_template(loaded: Loaded, prompt: str, *, system: str | None = None) -> st
     """
     if not has_template(loaded.tokenizer):
         raise KvprobeError(
-            f"{loaded.name} has no chat template, so it is probably not an instruct model: leave out --chat "
-            "(chat=True) and write the prompt as text to be continued"
+            Wording(
+                "{0} has no chat template, so it is probably not an instruct model: leave out {chat} and write the "
+                "prompt as text to be continued",
+                loaded.name,
+            )
         )
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": prompt})
@@ -32,10 +35,12 @@ def in_template(loaded: Loaded, prompt: str, *, system: str | None = None) -> st
         chat = str(loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is foreign code, which may raise anything
         why = " ".join(str(error).split()) or type(error).__name__
-        hint = "leave out --chat" if system is None else "leave out --system, which some templates do not know"
-        raise KvprobeError(f"the chat template of {loaded.name} cannot be used ({why[:200]}): {hint}") from None
+        hint = "leave out {chat}" if system is None else "leave out {system}, which some templates do not know"
+        said = "the chat template of {0} cannot be used ({1}): " + hint
+        raise KvprobeError(Wording(said, loaded.name, why[:200])) from None
     if system is not None and system.strip() not in chat:
-        raise KvprobeError(f"the chat template of {loaded.name} drops the system message: leave out --system")
+        said = "the chat template of {0} drops the system message: leave out {system}"
+        raise KvprobeError(Wording(said, loaded.name))
     return chat
 
 

@@ -83,7 +83,7 @@ def refuse_unlike(name: str, spec: Spec, tensors: Mapping[str, Tensor]) -> None:
 def refuse_too_big(name: str, tensors: Mapping[str, Tensor], spec: Spec, *, dtype: str, device: "torch.device") -> None:
     """Raise KvprobeError if the weights at ``dtype`` need more memory than is free."""
     need = max(n_held(tensors), spec.n_parameters or 0) * DTYPE_BYTES[dtype]
-    hint = "a smaller model" + (" or --dtype bfloat16" if dtype == "float32" else "")
+    hint = "a smaller model" + (" or {dtype} bfloat16" if dtype == "float32" else "")
     check_memory(f"the weights of {name} at {dtype}", need, device, hint=hint)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.errors import KvprobeError, did_you_mean
+from kvprobe.errors import KvprobeError, Wording, did_you_mean
 from kvprobe.files.jsonfile import read_object
 from kvprobe.files.store import MANIFEST, home, read_manifest, verify
 from kvprobe.models import arrivals, checkpoint_checks, headers, hub, pull
@@ -306,9 +306,9 @@ def _here(name: str = "") -> str:
     rows = [row for row in available() if row["kind"] == "model"]
     ready = [row["name"] for row in rows if row["state"] in ("pulled", "hub cache")]
     offered = [row["name"] for row in rows if row["state"] == "not pulled"]
-    meant = did_you_mean(name, ready + offered) or ("MODEL defaults to gpt2; " if name == "gpt2" else "")
-    can = f"{meant}available here: {', '.join(ready)}" if ready else f"{meant}no model is on this machine yet"
-    return can + (f"; `kvprobe pull NAME` fetches {' or '.join(offered)}" if offered else "")
+    can = f"available here: {', '.join(ready)}" if ready else "no model is on this machine yet"
+    can += f"; `kvprobe pull NAME` fetches {' or '.join(offered)}" if offered else ""
+    return f"MODEL defaults to gpt2; {can}" if name == "gpt2" else did_you_mean(name, ready + offered, can)
 
 
 def _size(directory: Path) -> int:
@@ -328,6 +328,6 @@ def device_for(device: str | None) -> "torch.device":
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise KvprobeError(
-            f"the device {device!r} cannot be used here ({reason}); omit --device, or use cpu"
+            Wording("{device} {0} cannot be used here ({1}): leave it out, or use cpu", device, reason)
         ) from error
     return place

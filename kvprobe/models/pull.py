@@ -168,8 +168,8 @@ def pull(name: str, *, progress: Progress = silent) -> Path:
     """
     item = CATALOGUE.get(name)
     if item is None:
-        meant = did_you_mean(name, CATALOGUE)
-        raise KvprobeError(f"kvprobe pull does not know {name!r}; {meant}it knows {', '.join(CATALOGUE)}")
+        known = did_you_mean(name, CATALOGUE, f"it knows {', '.join(CATALOGUE)}")
+        raise KvprobeError(f"kvprobe pull does not know {name!r}; {known}")
     target = place(name)
     if read_manifest(target) is not None:
         if (wrong := verify(target, progress=progress)) is None:

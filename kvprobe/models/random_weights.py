@@ -36,7 +36,7 @@ def load_random(
         n_parameters = spec.n_parameters or checkpoint_checks.n_described(AutoModelForCausalLM, built)
         # initialised in memory, then moved
         need, what = n_parameters * DTYPE_BYTES[dtype], f"{of['name']} with random weights at {dtype}"
-        check_memory(what, need, "cpu", hint="a smaller model or --dtype bfloat16")
+        check_memory(what, need, "cpu", hint="a smaller model or {dtype} bfloat16")
         torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(built, dtype=getattr(torch, dtype))
     model = model.to(place).eval().requires_grad_(False)

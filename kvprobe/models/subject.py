@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.models import loading
 from kvprobe.models.in_memory import from_memory
 from kvprobe.models.loading import Loaded
@@ -76,7 +76,7 @@ def prepare(
     (30, True)
     """
     if tokens is not None and tokens < 2:
-        raise ValueError(f"tokens must be at least 2, got {tokens}")
+        raise ValueError(Wording("{tokens} must be at least 2, got {0}", tokens))
     if (string is not None) + (ids is not None) + (text != "bundled") > 1:
         raise ValueError("text, string and ids exclude each other: give one of them")
     if not isinstance(model, str) and (dtype, device) != ("float32", "auto"):
@@ -106,7 +106,8 @@ def prepare(
         tokens = passage.n_tokens
     limit = loaded.spec.max_positions
     if limit is not None and tokens > limit and not unlimited:
-        raise KvprobeError(f"{loaded.name} has {limit:,} positions, fewer than {tokens:,} tokens: use --tokens {limit}")
+        said = "{0} has {1:,} positions, fewer than {2:,} tokens: use {tokens} {1}"
+        raise KvprobeError(Wording(said, loaded.name, limit, tokens))
     passage = passage or passages.encode(loaded.tokenizer, read, n_tokens=tokens, bos=bos)
     if (highest := int(passage.ids.max())) >= loaded.spec.vocab_size:
         if ids is not None:

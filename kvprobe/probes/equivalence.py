@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy import stats
 
+from kvprobe.errors import Wording
+
 Verdict = Literal["equivalent", "different", "undecided"]
 
 
@@ -51,7 +53,7 @@ def tost(differences: Sequence[float], *, margin: float, alpha: float = 0.05) ->
     one-sided ones. Raises ValueError for a margin that is not above 0 and for no differences.
     """
     if not 0 < margin < math.inf:
-        raise ValueError(f"margin must be above 0 nat and finite, got {margin}")
+        raise ValueError(Wording("{margin} must be above 0 nat and finite, got {0}", margin))
     difference = mean_interval(differences, level=1 - 2 * alpha)
     if difference.low is None or difference.high is None:
         return Equivalence(difference, None, "undecided")

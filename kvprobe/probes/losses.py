@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.errors import KvprobeError, UnsupportedModelError, Wording
 
 if TYPE_CHECKING:
     from kvprobe.attention.seam import Attend
@@ -33,11 +33,18 @@ class Interval:
 def check_score_from(n_tokens: int, score_from: int) -> None:
     """Raise ValueError unless ``score_from`` leaves two targets or more (one has no interval) in ``n_tokens``."""
     if n_tokens < 3:
-        raise ValueError(f"a passage needs at least 3 tokens to be scored (two targets), got {n_tokens}")
+        raise ValueError(
+            Wording("a passage needs at least 3 tokens to be scored (two targets), got {tokens} {0}", n_tokens)
+        )
     if not 0 <= score_from <= n_tokens - 3:
         raise ValueError(
-            f"score-from must be between 0 and {n_tokens - 3} for {n_tokens} tokens (the first target is the token "
-            f"after it, and there must be two), got {score_from}"
+            Wording(
+                "{score_from} must be between 0 and {0} for {tokens} {1} (the first target is the token after it, and "
+                "there must be two), got {2}",
+                n_tokens - 3,
+                n_tokens,
+                score_from,
+            )
         )
 
 
@@ -128,8 +135,9 @@ def check_finite(losses: Tensor, module: nn.Module, run: Callable[[], object]) -
             handle.remove()
     where, dtype = seen[0] if seen else ("the loss itself", next(module.parameters()).dtype)
     name = str(dtype).removeprefix("torch.")
-    mend = "check the checkpoint's weights" if dtype == torch.float32 else "try float32"
-    raise KvprobeError(f"the loss is not finite: {where} is the first with a value that is not, at {name}; {mend}")
+    mend = "check the checkpoint's weights" if dtype == torch.float32 else "try {dtype} float32"
+    said = "the loss is not finite: {0} is the first with a value that is not, at {1}; "
+    raise KvprobeError(Wording(said + mend, where, name))
 
 
 def nll(logits: Tensor, targets: Tensor) -> Tensor:

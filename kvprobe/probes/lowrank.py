@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.language_model import language_model
+from kvprobe.errors import Wording
 
 if TYPE_CHECKING:
     from kvprobe.attention.rope import Rope
@@ -245,10 +246,8 @@ def check_rank(rank: int, n_fitted: int, width: int, *, center: bool = False) ->
     """Raise ValueError for a rank outside 1 to :func:`limit_of`."""
     limit = limit_of(n_fitted, width, center=center)
     if not 1 <= rank <= limit:
-        raise ValueError(
-            f"rank must be between 1 and {limit} ({n_fitted} tokens fitted{', centred' if center else ''}, "
-            f"width {width}), got {rank}"
-        )
+        fitted = f"{n_fitted} tokens fitted{', centred' if center else ''}, width {width}"
+        raise ValueError(Wording("{rank} must be between 1 and {0} ({1}), got {2}", limit, fitted, rank))
 
 
 def one_of(what: str, word: str, words: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.language_model import Attended, language_model, observe
-from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.errors import KvprobeError, UnsupportedModelError, Wording
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
 
@@ -88,7 +88,8 @@ def measure(
     """
     length = input_ids.shape[-1]
     if not 0 <= queries_from < length:
-        raise ValueError(f"queries-from must be between 0 and {length - 1} for {length} tokens, got {queries_from}")
+        said = "{queries_from} must be between 0 and {0} for {tokens} {1}, got {2}"
+        raise ValueError(Wording(said, length - 1, length, queries_from))
     subject = language_model(model)
     n_layers = 1 + max(subject.layers(), default=0)
 
@@ -106,8 +107,11 @@ def measure(
             token0 = torch.exp(call.scores_of(0) - lse)[..., queries_from:].mean((0, 2)).cpu()
         if not token0.isfinite().all():
             raise KvprobeError(
-                f"attention is not finite in layer {call.layer} at {str(call.query.dtype).removeprefix('torch.')}: "
-                "try --dtype float32, and check the checkpoint"
+                Wording(
+                    "attention is not finite in layer {0} at {1}: try {dtype} float32, and check the checkpoint",
+                    call.layer,
+                    str(call.query.dtype).removeprefix("torch."),
+                )
             )
         progress("attention", call.layer + 1, n_layers, "layers")
         return Attended(output, (token0, _even_share_of_token0(call, queries_from), share))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.shape.cache_bytes import GROUP
 
 
@@ -39,7 +39,7 @@ def stored(x: Tensor, bits: int, *, group: int = GROUP) -> Tensor:
 def check_bits(bits: int) -> None:
     """Raise ValueError for fewer than 1 or more than 16 bits."""
     if not 1 <= bits <= 16:
-        raise ValueError(f"bits must be between 1 and 16, got {bits}")
+        raise ValueError(Wording("{bits} must be between 1 and 16, got {0}", bits))
 
 
 def _stored(x: Tensor, n_steps: int) -> Tensor:

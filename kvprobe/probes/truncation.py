@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.language_model import observe
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.probes.losses import check_score_from, default_block_length, loss_fields, token_losses
 from kvprobe.probes.lowrank import (
     Basis,
@@ -285,7 +285,7 @@ def tokens_fitted(ids: Tensor, *, basis: BasisKind, score_from: int, fit_ids: Te
     if basis == "oracle":
         return ids
     if score_from < 2:
-        raise ValueError(f"the basis prefix needs score-from to be at least 2, got {score_from}")
+        raise ValueError(Wording("{basis} prefix needs {score_from} to be at least 2, got {0}", score_from))
     return ids[:, :score_from]
 
 
@@ -298,5 +298,7 @@ def _finite_matrix(view: View, call: AttentionCall) -> Tensor:
     matrix = view.matrix(call)
     if not bool(matrix.isfinite().all()):
         name = str(matrix.dtype).removeprefix("torch.")
-        raise KvprobeError(f"keys or values of layer {call.layer} are not finite at {name}; try --dtype float32")
+        raise KvprobeError(
+            Wording("keys or values of layer {0} are not finite at {1}; try {dtype} float32", call.layer, name)
+        )
     return matrix

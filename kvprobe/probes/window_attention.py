@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.masks import window_keep
+from kvprobe.errors import Wording
 
 if TYPE_CHECKING:
     from kvprobe.attention.seam import Attend
@@ -121,4 +122,4 @@ def _sinks_outside(
 def check_window(window: int) -> None:
     """Raise ValueError for a window that does not even hold the query."""
     if window < 1:
-        raise ValueError(f"window must be at least 1 (the query itself), got {window}")
+        raise ValueError(Wording("{window} must be at least 1 (the query itself), got {0}", window))

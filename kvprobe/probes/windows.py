@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.attention.language_model import LanguageModel, language_model, observe
-from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.errors import KvprobeError, UnsupportedModelError, Wording
 from kvprobe.probes.losses import check_finite, check_score_from, hidden_losses, loss_fields, token_losses
 from kvprobe.probes.window_attention import Sinks, check_window, windowed
 from kvprobe.progress import Progress, silent
@@ -107,11 +107,17 @@ def choose_sinks(
     """
     available = {"first": len(input_ids), "bos": n_front, "random": max(0, score_from - 1), "heaviest": score_from}
     if choice not in available:
-        raise ValueError(f"sink choice must be one of {', '.join(available)}, got {choice!r}")
+        raise ValueError(Wording("{sink_choice} must be one of {0}, got {1!r}", ", ".join(available), choice))
     if choice == "bos" and n_front == 0:
-        raise KvprobeError("sink choice bos: the passage has no BOS; use --bos add, or another --sink-choice")
+        raise KvprobeError(
+            Wording("{sink_choice} bos: the passage has no BOS; use {bos} add, or another {sink_choice}")
+        )
     if not 0 <= n_sink <= available[choice]:
-        raise ValueError(f"sinks must be between 0 and {available[choice]} for sink choice {choice}, got {n_sink}")
+        raise ValueError(
+            Wording(
+                "{sinks} must be between 0 and {0} for {sink_choice} {1}, got {2}", available[choice], choice, n_sink
+            )
+        )
     if n_sink == 0 or choice in ("first", "bos"):
         return tuple(range(n_sink))
     if choice == "random":
@@ -156,7 +162,9 @@ def grid(
     }
     has_sink_logits = _has_sink_logits(model, input_ids)
     if drop_sink_logits and not has_sink_logits:
-        raise KvprobeError("this model has no learned sink logits to drop (gpt-oss has); leave out --drop-sink-logits")
+        raise KvprobeError(
+            Wording("this model has no learned sink logits to drop (gpt-oss has); leave out {drop_sink_logits}")
+        )
     local_layers = describe_local_layers(language_model(model).windows)
     cells = [(window, n) for window in dict.fromkeys(windows) for n in choices]
     n_passes = 1 + drop_sink_logits + len(cells)
@@ -220,7 +228,9 @@ def check(
 ) -> None:
     """Refuse what :func:`grid` cannot run, before any work; see there for what is raised."""
     if positions not in get_args(Positions):
-        raise ValueError(f"positions must be one of {', '.join(get_args(Positions))}, got {positions!r}")
+        raise ValueError(
+            Wording("{positions} must be one of {0}, got {1!r}", ", ".join(get_args(Positions)), positions)
+        )
     if not windows or not sinks:
         raise ValueError("a grid needs at least one window and one number of sinks")
     for window in windows:
@@ -228,11 +238,14 @@ def check(
     check_score_from(n_tokens, score_from)
     for n_sink in sinks:
         if not 0 <= n_sink <= n_tokens:
-            raise ValueError(f"sinks must be between 0 and {n_tokens} for {n_tokens} tokens, got {n_sink}")
+            raise ValueError(Wording("{sinks} must be between 0 and {0} for {0} tokens, got {1}", n_tokens, n_sink))
         if n_sink and positions == "recompute":
             raise ValueError(
-                f"sinks do not apply to positions recompute, got {n_sink}: every prediction is a fresh pass over the "
-                "last tokens, whose first becomes its own sink (a BOS is kept by itself)"
+                Wording(
+                    "{sinks} do not apply to {positions} recompute, got {0}: every prediction is a fresh pass over the "
+                    "last tokens, whose first becomes its own sink (a BOS is kept by itself)",
+                    n_sink,
+                )
             )
     subject = language_model(model)
     if positions == "cache":
@@ -240,15 +253,14 @@ def check(
             limit = subject.check_by_slot(n_tokens)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
-                f"positions cache: {error}; positions absolute and recompute work on it"
+                Wording("{positions} cache: {0}; {positions} absolute and recompute work on it", error)
             ) from error
     else:
         limit = subject.max_positions
     if limit is not None and n_tokens > limit:
-        raise KvprobeError(
-            f"{n_tokens} tokens are more than the {limit} positions that the model has; ask for at most {limit} tokens"
-            + (", or for positions cache (under RoPE), which have no limit" if positions != "cache" else "")
-        )
+        hint = ", or for {positions} cache (under RoPE), which has no limit" if positions != "cache" else ""
+        said = "{0} tokens are more than the {1} positions that the model has; ask for at most {tokens} {1}"
+        raise KvprobeError(Wording(said + hint, n_tokens, limit))
 
 
 def describe_local_layers(windows: Sequence[int | None]) -> str | None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.files.whole import write_whole
 from kvprobe.results.textcells import from_cell, to_cell
 
@@ -61,8 +61,8 @@ class Result:
         for row in self.rows:
             for name, value in row.items():
                 if isinstance(value, float) and not math.isfinite(value):
-                    said = f"{self.analysis}: {name} is {value}, and JSON has no such number"
-                    raise ValueError(f"{said}: ask for --format table or csv")
+                    said = "{0}: {1} is {2}, and JSON has no such number: ask for {format} table or csv"
+                    raise ValueError(Wording(said, self.analysis, name, value))
         document = {"analysis": self.analysis, "rows": self.rows, "run": self.run}
         text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         # invisible characters that json.dumps leaves: escaped as JSON allows, so that the value is the same

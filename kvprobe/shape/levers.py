@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvprobe.errors import Wording
 from kvprobe.shape.cache_bytes import GROUP, Bill, LayerCache, bill, caches, describe
 from kvprobe.shape.layers import Layer
 from kvprobe.shape.spec import Spec, from_json
@@ -33,9 +34,9 @@ def levers(
     < 1, negative sinks, and a rank outside 1 … the width.
     """
     if window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+        raise ValueError(Wording("{window} must be at least 1, got {0}", window))
     if n_sink < 0:
-        raise ValueError(f"sinks must be at least 0, got {n_sink}")
+        raise ValueError(Wording("{n_sink} must be at least 0, got {0}", n_sink))
     result = [Lever("as it is", "model", bill(spec, dtype), describe(spec))]
     for lever in (
         *_undone(spec, dtype),
@@ -69,9 +70,9 @@ def rows(
     """
     for context in contexts:
         if context < 1:
-            raise ValueError(f"context must be at least 1, got {context}")
+            raise ValueError(Wording("{context} must be at least 1, got {0}", context))
     if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
+        raise ValueError(Wording("{batch} must be at least 1, got {0}", batch))
     chosen = levers(spec, dtype, window=window, n_sink=n_sink, rank=rank)
     return [
         {
@@ -175,13 +176,14 @@ def _latent(spec: Spec, dtype: str, rank: int | None) -> Iterator[Lever]:
     kept = [layer for layer in dict.fromkeys(spec.layers) if layer.vectors]
     if not kept or any(layer.compressed for layer in kept):
         if rank is not None:
-            raise ValueError(f"rank {rank} is impossible: this {spec.family} model keeps no K and V for a latent")
+            said = "{rank} {0} is impossible: this {1} model keeps no K and V for a latent; leave {rank} out"
+            raise ValueError(Wording(said, rank, spec.family))
         return
     width = max(layer.joint_width for layer in kept)
     limit = min(layer.latent or layer.joint_width for layer in kept)
     chosen = max(1, limit // (2 if spec.kv_lora_rank else 4)) if rank is None else rank
     if not 1 <= chosen <= limit:
-        raise ValueError(f"rank must be between 1 and {limit}, got {chosen}")
+        raise ValueError(Wording("{rank} must be between 1 and {0}, got {1}", limit, chosen))
     rotary = spec.qk_rope_head_dim or 0
     if not spec.kv_lora_rank:
         # a rotated key cannot be made from the latent: half a head beside it, as DeepSeek-V2 chose (section 2.1.3)

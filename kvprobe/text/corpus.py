@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.text.passages import Tokenizer
 from kvprobe.text.texts import Cut, Text
 from kvprobe.text.tokenizing import guarded, name_of
@@ -56,9 +56,11 @@ class Corpus:
         if len(self.ids) < needed:
             cut = "" if self.cut is None else f" ({self.cut})"
             raise KvprobeError(
-                f"{self.name} is too small: {self.n_train:,} windows to train and {self.n_valid:,} to validate, of "
-                f"{self.length} + 1, need {needed:,} {self.kind}, but it has {len(self.ids):,}{cut}; give a longer "
-                "text, or ask for fewer windows"
+                Wording(
+                    "{0} is too small: {train_windows} {1:,} and {valid_windows} {2:,}, of {3} + 1, need {4:,} {5}, "
+                    "but it has {6:,}{7}; give a longer text, or ask for fewer windows",
+                    *(self.name, self.n_train, self.n_valid, self.length, needed, self.kind, len(self.ids), cut),
+                )
             )
         if (highest := int(self.ids.max())) >= self.vocab:
             raise KvprobeError(f"{self.name} has the id {highest:,}, but the vocabulary only {self.vocab:,} ids")

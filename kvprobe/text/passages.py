@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.text.texts import Cut, Text
 from kvprobe.text.tokenizing import guarded, name_of
 
@@ -289,12 +289,14 @@ def bos_ids(tokenizer: Tokenizer, bos: Bos) -> list[int]:
     plain, dressed = _ids(tokenizer, "a"), _ids(tokenizer, "a", special=True)
     starts = [i for i in range(len(dressed)) if dressed[i : i + len(plain)] == plain]
     if not starts:
-        raise KvprobeError(f"{type(tokenizer).__name__} changes the text when it adds its marks; use --bos drop")
+        said = "{0} changes the text when it adds its marks; use {bos} drop"
+        raise KvprobeError(Wording(said, type(tokenizer).__name__))
     front = dressed[: starts[0]]
     if bos == "auto" or front:
         return front
     if tokenizer.bos_token_id is None:
-        raise KvprobeError(f"--bos add: {type(tokenizer).__name__} has no BOS token; use --bos auto or --bos drop")
+        said = "{bos} add: {0} has no BOS token; use {bos} auto or {bos} drop"
+        raise KvprobeError(Wording(said, type(tokenizer).__name__))
     return [int(tokenizer.bos_token_id)]
 
 

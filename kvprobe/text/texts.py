@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvprobe.errors import KvprobeError, did_you_mean
+from kvprobe.errors import KvprobeError, Wording, did_you_mean
 
 TEXTS = {
     "bundled": ("passage.txt", "72555202e7c2c0f1c15bda2728a389669f762087f929391c6705c60c3800d3a2"),
@@ -137,7 +137,8 @@ def _read(source: BinaryIO, shown: str, n_bytes: int | None = None) -> tuple[str
         n_read += len(block)
         pieces.append(_decoded(decoder, block, n_read, shown))
         if n_bytes is None and n_read > MOST_HASHED:
-            raise KvprobeError(f"{shown} has more than {MOST_HASHED:,} bytes, too many to read all: use --tokens")
+            said = "{0} has more than {1:,} bytes, too many to read all: use {tokens}"
+            raise KvprobeError(Wording(said, shown, MOST_HASHED))
         block = source.read(BLOCK)
     cut = None
     if block:
@@ -178,7 +179,9 @@ def _bytes_left(source: BinaryIO) -> int | None:
 def _unread(path: str, error: OSError) -> KvprobeError:
     known = f"or use a built-in text: {', '.join(TEXTS)}"
     if isinstance(error, FileNotFoundError):
-        return KvprobeError(f"no text named {path!r}: no such file; {did_you_mean(path, TEXTS)}check the path, {known}")
+        return KvprobeError(
+            f"no text named {path!r}: no such file; {did_you_mean(path, TEXTS, f'check the path, {known}')}"
+        )
     if isinstance(error, IsADirectoryError):
         return KvprobeError(f"{path!r} is a directory; name one UTF-8 file in it, {known}")
     return KvprobeError(f"cannot read {path!r} ({error.strerror}); fix that, {known}")

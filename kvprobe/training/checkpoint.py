@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.files.store import disk_error
 
 FORMAT = 1
@@ -67,10 +67,8 @@ class Snapshot:
         here = json.loads(json.dumps(dict(self.identity)))
         if differing := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
             differs = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in differing)
-            raise KvprobeError(
-                f"the {self.kind.what} {self.path.name} belongs to another {self.kind.run}: {differs}; "
-                f"{self.kind.afresh}"
-            )
+            said = "the {0} {1} belongs to another {2}: {3}; " + self.kind.afresh
+            raise KvprobeError(Wording(said, self.kind.what, self.path.name, self.kind.run, differs))
         return standing
 
     def tensors(self) -> dict[str, Tensor]:
@@ -110,7 +108,8 @@ class Snapshot:
     def foreign(self) -> KvprobeError:
         """The error for a file that is not of this kind."""
         kind = self.kind
-        return KvprobeError(f"{self.path} is not a {kind.what} of a {kind.run} that this version reads: {kind.hint}")
+        said = "{0} is not a {1} of a {2} that this version reads: " + kind.hint
+        return KvprobeError(Wording(said, self.path, kind.what, kind.run))
 
     @property
     def _partial(self) -> Path:

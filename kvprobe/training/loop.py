@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvprobe.decoder.config import DecoderConfig
 from kvprobe.decoder.model import Decoder
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, Wording
 from kvprobe.progress import Progress, silent
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.checkpoint import Snapshot
@@ -127,7 +127,8 @@ def check(config: DecoderConfig, corpus: Corpus, plan: TrainConfig) -> None:
     if corpus.length > config.max_positions:
         raise ValueError(f"windows of {corpus.length} tokens are longer than the model's {config.max_positions}")
     if plan.batch > corpus.n_train:
-        raise ValueError(f"a batch of {plan.batch} is larger than the {corpus.n_train:,} training windows")
+        said = "a batch of {0} is larger than the {1:,} training windows: give {train_windows} at least {0}"
+        raise ValueError(Wording(said, plan.batch, corpus.n_train))
 
 
 def train(

@@ -125,7 +125,7 @@ def test_a_measurement_on_a_cpu_is_by_storages():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="257 tokens are more than the model's 256 positions"):
+    with pytest.raises(ValueError, match="context must be at most 256, the model's positions, got 257"):
         rows(loaded("gpt2"), [8, 257])
     with pytest.raises(ValueError, match="context must be at least 1 token, got 0"):
         rows(loaded("gpt2"), [0])

@@ -102,7 +102,7 @@ def test_generate_takes_it_and_compiled_code_refuses_it_by_name(kind):
     prompts = [tiny_ids(70)[0].tolist(), tiny_ids(75, seed=1)[0].tolist()]
     cache = decoder.cache(kind, 90, batch=2)
     name = type(cache).__name__
-    with pytest.raises(ValueError, match=f"the numba engine cannot be used: it does not know the cache {name}"):
+    with pytest.raises(ValueError, match=f"engine numba cannot be used: it does not know the cache {name}"):
         engine(decoder, cache, "numba")
     together = generate(decoder, prompts, max_new_tokens=8, cache=cache)
     for prompt, row in zip(prompts, together.token_ids, strict=True):

@@ -199,9 +199,9 @@ def test_an_unknown_name_says_what_can_be_named(run, no_network):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--context", 0], "context must be at least 1, got 0"),
-        (["--batch", -1], "batch must be at least 1, got -1"),
-        (["--rank", 5000], "rank must be between 1 and 1536, got 5000"),
+        (["--context", 0], "--context must be at least 1, got 0"),
+        (["--batch", -1], "--batch must be at least 1, got -1"),
+        (["--rank", 5000], "--rank must be between 1 and 1536, got 5000"),
     ],
 )
 def test_bad_numbers_are_one_line(run, arguments, says):

@@ -76,8 +76,8 @@ def test_the_table_ends_in_the_finding(main, tiny_llama, mine):
     ("attend", "says"),
     [
         ("nowhere.py:last", "there is no file 'nowhere.py' with a function last: give FILE.py:NAME"),
-        ("mine.py", "'mine.py' is not FILE.py:NAME"),
-        ("mine.py:", "'mine.py:' is not FILE.py:NAME"),
+        ("mine.py", "--attend must be FILE.py:NAME, as in mine.py:last_64, got 'mine.py'"),
+        ("mine.py:", "--attend must be FILE.py:NAME, as in mine.py:last_64, got 'mine.py:'"),
         ("mine.py:first", "mine.py has no 'first'; its functions: last, find, raises, odd"),
         ("mine.py:number", "mine.py:number must be a function of one call, not int"),
         ("mine.py:raises", "mine.py:raises failed in layer 1: KeyError: 'nothing there' (mine.py, line 9)"),

@@ -140,7 +140,7 @@ def test_uptrain_without_a_number_is_a_twentieth(run, corpus):
         (["--kv-heads", 3], "8 query heads cannot share 3 key/value heads evenly"),
         (["--kv-heads", 0], "8 query heads cannot share 0 key/value heads evenly"),
         (["--kv-heads", 8, "--kv-heads", 8], "8 KV heads are given twice"),
-        (["--train-windows", 10_000], "times.txt is too small: 10,000 windows to train"),
+        (["--train-windows", 10_000], "times.txt is too small: --train-windows 10,000 and --valid-windows 8, of 8 + 1"),
         (["--corpus", "absent.txt"], "no text named 'absent.txt'"),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_gpt2_goes_down_its_whole_ladder(run, gpt2_random):
     assert done.stderr == ""
     done = run(gpt2_random, "--pool", "--tokens", 32, "--kv-heads", 3, "--quiet", pooled=True)
     assert done.returncode == 1
-    assert "4 key/value heads cannot be pooled to 3 evenly: it can be 1, 2, 4" in done.stderr
+    assert "--kv-heads: 4 key/value heads cannot be pooled to 3 evenly: it can be 1, 2, 4" in done.stderr
 
 
 def test_one_kv_head_leaves_nothing_to_pool(run, gpt2_tokenizer_files, tmp_path):

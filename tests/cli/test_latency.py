@@ -108,10 +108,13 @@ def test_end_to_end(document, tiny_llama):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--context", 0], "context must be at least 1 token, got 0"),
-        (["--batch", 0], "batch must be at least 1, got 0"),
-        (["--context", 300], "300 tokens are more than the model's 256 positions"),
-        (["--end-to-end"], "3839 tokens are more than the model's 256 positions"),
+        (["--context", 0], "--context must be at least 1 token, got 0"),
+        (["--batch", 0], "--batch must be at least 1, got 0"),
+        (["--context", 300], "--context must be at most 256, the model's positions, got 300"),
+        (
+            ["--end-to-end"],
+            "--prompt-tokens 3584 and --new-tokens 256 need more than the model's 256 positions: give fewer",
+        ),
         (["--batch", 10**10], "would need"),
     ],
 )

@@ -115,16 +115,16 @@ def test_the_table_says_what_was_scored_and_fitted(run, tiny_llama):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--rank", "0"], "rank must be between 1 and 32 (96 tokens fitted, width 32), got 0"),
-        (["--rank", "33"], "rank must be between 1 and 32 (96 tokens fitted, width 32), got 33"),
+        (["--rank", "0"], "--rank must be between 1 and 32 (96 tokens fitted, width 32), got 0"),
+        (["--rank", "33"], "--rank must be between 1 and 32 (96 tokens fitted, width 32), got 33"),
         (["--rank", "17", "--of", "v"], "between 1 and 16"),
         (["--rank", "21", "--basis", "prefix", "--score-from", "20"], "between 1 and 20 (20 tokens fitted"),
-        (["--rank", "4", "--score-from", "95"], "score-from must be between 0 and 93 for 96 tokens"),
+        (["--rank", "4", "--score-from", "95"], "--score-from must be between 0 and 93 for --tokens 96"),
         (["--rank", "4", "--score-from", "-1"], "got -1"),
         (["--rank", "4", "--basis", "heldout", "--text", "SHORT"], "is too short: 96 tokens from token 96 on"),
         (["--rank", "4", "--tokens", "300"], "has 256 positions, fewer than 300 tokens"),
         (["--rank", "4", "--basis", "heldout", "--fit-text", "nosuch.txt"], "nosuch.txt"),
-        (["--tokens", "2"], "at least 3 tokens"),
+        (["--tokens", "2"], "at least 3 tokens to be scored (two targets), got --tokens 2"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_one(run, tiny_llama, tmp_path, arguments, says):

@@ -67,9 +67,9 @@ def test_a_family_without_plain_keys_and_values_says_so(run, tmp_path, gpt2_toke
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--context", 0], "context must be at least 1 token, got 0"),
-        (["--context", 300], "300 tokens are more than the model's 256 positions: use fewer"),
-        (["--window", 0], "window must be at least 1"),
+        (["--context", 0], "--context must be at least 1 token, got 0"),
+        (["--context", 300], "--context must be at most 256, the model's positions, got 300"),
+        (["--window", 0], "--window must be at least 1"),
     ],
 )
 def test_bad_numbers_are_one_line(run, tiny_llama, arguments, says):

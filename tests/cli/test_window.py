@@ -67,13 +67,16 @@ def test_the_table_says_what_was_read(run, tiny_llama):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--window", 0], "window must be at least 1 (the query itself), got 0"),
-        (["--sinks", -1], "got -1"),
-        (["--score-from", 64], "score-from must be between 0 and 61 for 64 tokens"),
-        (["--positions", "recompute", "--sinks", 4], "sinks do not apply to positions recompute, got 4"),
-        (["--positions", "cache"], "family gpt2 has no rotary position embedding"),
-        (["--sink-choice", "bos", "--sinks", 1], "the passage has no BOS; use --bos add"),
-        (["--drop-sink-logits"], "no learned sink logits to drop"),
+        (["--window", 0], "--window must be at least 1 (the query itself), got 0"),
+        (["--sinks", -1], "--sinks must be between 0 and 64 for 64 tokens, got -1"),
+        (["--score-from", 64], "--score-from must be between 0 and 61 for --tokens 64"),
+        (["--positions", "recompute", "--sinks", 4], "--sinks do not apply to --positions recompute, got 4"),
+        (["--positions", "cache"], "--positions cache: family gpt2 has no rotary position embedding"),
+        (
+            ["--sink-choice", "bos", "--sinks", 1],
+            "--sink-choice bos: the passage has no BOS; use --bos add, or another --sink-choice",
+        ),
+        (["--drop-sink-logits"], "no learned sink logits to drop (gpt-oss has); leave out --drop-sink-logits"),
         (["--tokens", 257], "256 positions"),
     ],
 )
@@ -243,10 +246,14 @@ def test_a_result_that_could_not_be_written_is_still_there(run, tiny_llama, home
         (["--drop-sink-logits"], 2, "--drop-sink-logits does not work with --stream"),
         (["--plot", "x.svg"], 2, "--plot does not work with --stream"),
         ([], 1, "more than the model's 256 positions: learned positions have no entry beyond them"),
-        (["--positions", "cache"], 1, "positions are learned, added to the hidden state, and cannot be moved"),
-        (["--tokens", 64, "--every", 0], 1, "every must be at least 1 token, got 0"),
-        (["--tokens", 64, "--score-from", 64], 1, "score-from must be between 0 and 61 for 64 tokens"),
-        (["--tokens", 64, "--window", 0], 1, "window must be at least 1 (the query itself), got 0"),
+        (
+            ["--positions", "cache"],
+            1,
+            "--positions cache: this model's positions are learned, added to the hidden state, and cannot be moved",
+        ),
+        (["--tokens", 64, "--every", 0], 1, "--every must be at least 1 token, got 0"),
+        (["--tokens", 64, "--score-from", 64], 1, "--score-from must be between 0 and 61 for --tokens 64"),
+        (["--tokens", 64, "--window", 0], 1, "--window must be at least 1 (the query itself), got 0"),
         (["--tokens", 64, "--state", __file__], 1, "test_window.py is not a state of a stream"),
     ],
 )
@@ -256,7 +263,7 @@ def test_what_cannot_be_streamed_is_refused(run, gpt2_random, home, arguments, s
     assert says in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("option", [("--every", 5), ("--state", "x"), ("--no-resume",)])
+@pytest.mark.parametrize("option", [("--every", 5), ("--every", 0), ("--state", "x"), ("--no-resume",)])
 def test_options_of_a_stream_alone_are_refused(run, tiny_llama, option):
     done = run(tiny_llama, *option)
     assert done.returncode == 2
@@ -316,7 +323,7 @@ def test_a_window_beyond_the_memory_is_estimated_and_leaves_no_state(main, tiny_
     done = main("window", tiny_llama, "--stream", "--tokens", 64, *arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert "a rolling cache of 274,877,906,948 tokens would need" in done.stderr
-    assert done.stderr.rstrip().endswith("are free in memory: use a smaller --window")
+    assert done.stderr.rstrip().endswith("are free in memory: use a smaller --window or fewer --sinks")
     assert [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.endswith(".lock")] == []
     done = main("memory", tiny_llama, "--context", 8, "--window", 2**38)
     assert (done.returncode, done.stdout) == (1, "")

@@ -143,7 +143,7 @@ def test_what_cannot_be_evaluated_is_refused_and_the_model_left_as_it_was(subjec
 
 def test_what_would_not_fit_is_refused_before_the_first_pass(subject, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
-    with pytest.raises(KvprobeError, match=r"evaluating 64 tokens would need .* use fewer --tokens"):
+    with pytest.raises(KvprobeError, match=r"evaluating 64 tokens would need .* use fewer tokens"):
         Evaluate(attend=(pytest.fail,)).run(subject)
 
 

@@ -2,16 +2,20 @@
 
 import doctest
 import pickle
+import re
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from kvprobe.experiments import experiment, registry
+from kvprobe import errors
+from kvprobe.experiments import registry
 from kvprobe.experiments.experiment import Experiment, SettingError, setting, settings_of
 from kvprobe.experiments.lowrank import Lowrank
+from kvprobe.experiments.relief import Relief
 from kvprobe.experiments.sinks import Sinks
 from kvprobe.experiments.window import Window
+from kvprobe.models.subject import prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,7 @@ def test_numbers_of_numpy_become_pythons_and_lists_tuples():
 
 
 def test_the_examples_of_the_errors_run():
-    assert doctest.testmod(experiment).failed == 0
+    assert doctest.testmod(errors).failed == 0
 
 
 @pytest.mark.parametrize("name", registry.names())
@@ -78,3 +82,19 @@ def test_settings_that_contradict_each_other_are_named():
         Sinks(epsilon="a")
     with pytest.raises(SettingError, match=r"^positions must be one of absolute, cache, recompute, got 'near'$"):
         Window(positions="near")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (Window(windows=(0,)), "windows must be at least 1 (the query itself), got 0"),
+        (Lowrank(ranks=(33,)), "ranks must be between 1 and 32 (64 tokens fitted, width 32), got 33"),
+        (Sinks(queries_from=64), "queries_from must be between 0 and 63 for tokens 64, got 64"),
+        # what another experiment refused on its behalf
+        (Relief(n_sink=65), "n_sink must be between 0 and 64 for 64 tokens, got 65"),
+        (Relief(windows=(0,)), "windows must be at least 1 (the query itself), got 0"),
+    ],
+)
+def test_what_a_model_or_passage_refuses_is_named_as_the_experiment_has_it(tiny_llama, asked, says):
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        asked.run(prepare(str(tiny_llama), tokens=64, device="cpu"))

@@ -265,7 +265,7 @@ def test_a_state_of_another_stream_is_refused_with_what_differs(tmp_path, change
     config = replace(SOME, **change)
     with pytest.raises(KvprobeError) as refused:
         stream(decoder, ids, config, state=state_of(tmp_path / "s", config, ids))
-    assert f"belongs to another stream: {says}; give another --state" in str(refused.value)
+    assert f"belongs to another stream: {says}; give another state, or no_resume to start afresh" in str(refused.value)
     assert (tmp_path / "s").read_bytes() == before
 
 
@@ -321,8 +321,8 @@ def test_a_place_that_cannot_be_written_is_found_before_the_work(tmp_path):
         ({"sinks": (0, -1)}, "sinks must be at least 0, got -1"),
         ({"every": 0}, "every must be at least 1 token, got 0"),
         ({"chunk": 0}, "chunk must be at least 1 token, got 0"),
-        ({"score_from": 38}, "score-from must be between 0 and 37 for 40 tokens"),
-        ({"positions": "recompute"}, "must be one of absolute, cache, got recompute"),
+        ({"score_from": 38}, "score_from must be between 0 and 37 for tokens 40"),
+        ({"positions": "recompute"}, "positions of a stream must be absolute or cache, got recompute"),
     ],
 )
 def test_what_is_out_of_range_is_refused(change, says):
@@ -332,7 +332,7 @@ def test_what_is_out_of_range_is_refused(change, says):
 
 def test_positions_that_end_are_refused_with_what_can_be_done():
     config, ids = StreamConfig(windows=(8,)), tiny_ids(33)[0]
-    with pytest.raises(KvprobeError, match=r"33 tokens are more than the model's 32 positions: use --positions cache"):
+    with pytest.raises(KvprobeError, match=r"33 tokens are more than the model's 32 positions: use positions cache"):
         stream(rope_decoder(max_positions=32), ids, config)
     stream(rope_decoder(max_positions=32), ids[:32], config)
     learned = rope_decoder(max_positions=32, rotary=None)

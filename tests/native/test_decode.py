@@ -260,7 +260,7 @@ def test_the_engine_is_chosen_and_says_why_not():
     for words, engine in expected.items():
         assert engine.name == "torch"
         assert words in engine.note
-    with pytest.raises(ValueError, match="the numba engine cannot be used: it reads float32"):
+    with pytest.raises(ValueError, match="engine numba cannot be used: it reads float32"):
         engines.engine(half, half.full_cache(9), "numba")
     with pytest.raises(ValueError, match="engine must be one of auto, numba, torch, got 'jit'"):
         engines.engine(decoder, one, "jit")

@@ -117,7 +117,7 @@ def test_a_loss_that_is_not_finite_names_the_layer_and_the_dtype():
 
 @pytest.mark.parametrize(("n_tokens", "score_from"), [(24, -1), (24, 22), (24, 512)])
 def test_score_from_outside_the_passage_names_the_allowed_range(n_tokens, score_from):
-    with pytest.raises(ValueError, match=rf"between 0 and 21 for 24 tokens.*got {score_from}"):
+    with pytest.raises(ValueError, match=rf"^score_from must be between 0 and 21 for tokens 24.*got {score_from}"):
         check_score_from(n_tokens, score_from)
     with pytest.raises(ValueError, match="between 0 and 21"):
         token_losses(tiny_model("gpt2"), tiny_ids(n_tokens), score_from=score_from)

@@ -132,7 +132,7 @@ def test_learned_sink_logits_take_their_part_of_the_mass():
 
 @pytest.mark.parametrize("queries_from", [-1, LENGTH])
 def test_queries_from_outside_the_passage_is_refused_with_the_range(queries_from):
-    with pytest.raises(ValueError, match=rf"between 0 and {LENGTH - 1} for {LENGTH} tokens, got {queries_from}"):
+    with pytest.raises(ValueError, match=rf"between 0 and {LENGTH - 1} for tokens {LENGTH}, got {queries_from}"):
         mass.measure(tiny_model("llama"), ids(), queries_from=queries_from)
 
 

@@ -278,8 +278,8 @@ def test_the_spectrum_needs_one_clean_pass_and_doubles_its_ranks():
         ({"ranks": [8, 33]}, r"between 1 and 32 .* got 33"),
         ({"ranks": [21], "basis": "prefix"}, r"between 1 and 20 \(20 tokens fitted, width 32\), got 21"),
         ({"ranks": [20], "basis": "prefix", "center": True}, r"between 1 and 19 \(20 tokens fitted, centred"),
-        ({"ranks": [4], "basis": "prefix", "score_from": 0}, r"prefix needs score-from to be at least 2, got 0"),
-        ({"ranks": [4], "score_from": 78}, r"score-from must be between 0 and 77 for 80 tokens.*got 78"),
+        ({"ranks": [4], "basis": "prefix", "score_from": 0}, r"basis prefix needs score_from to be at least 2, got 0"),
+        ({"ranks": [4], "score_from": 78}, r"score_from must be between 0 and 77 for tokens 80.*got 78"),
         (
             {"ranks": [4], "basis": "heldout"},
             "a text to fit on and the basis heldout belong together, got basis heldout",

@@ -94,7 +94,7 @@ def test_rows_that_differ_in_their_fields_are_an_error():
 
 
 def test_a_number_that_is_not_finite_never_reaches_a_file():
-    with pytest.raises(ValueError, match="sinks: loss is nan, and JSON has no such number: ask for --format table or"):
+    with pytest.raises(ValueError, match="sinks: loss is nan, and JSON has no such number: ask for format table or"):
         result(rows=[{"loss": float("nan")}]).to_json()
 
 

@@ -244,7 +244,7 @@ def test_a_cache_is_its_state_and_its_tokens_until_it_stops(layers, context):
         ({"contexts": [1024, -5]}, "context must be at least 1, got -5"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"window": 0}, "window must be at least 1, got 0"),
-        ({"n_sink": -1}, "sinks must be at least 0, got -1"),
+        ({"n_sink": -1}, "n_sink must be at least 0, got -1"),
         ({"rank": 0}, "rank must be between 1 and 1536, got 0"),
         ({"rank": 1537}, "rank must be between 1 and 1536, got 1537"),
         ({"dtype": "int3"}, "dtype must be one of float32, bfloat16, float16, got 'int3'"),

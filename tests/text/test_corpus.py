@@ -38,7 +38,7 @@ def test_windows_start_at_every_id_and_validation_follows_training():
 
 def test_a_text_one_character_short_is_refused_with_both_numbers():
     assert len(small(n_valid=5).ids) == 19
-    with pytest.raises(KvprobeError, match=r"abc.txt is too small: 10 windows to train and 6 to validate, .* need 20 "):
+    with pytest.raises(KvprobeError, match=r"abc.txt is too small: train_windows 10 and valid_windows 6, .* need 20 "):
         small(n_valid=6)
 
 

@@ -197,7 +197,7 @@ def test_bos_counts_and_stands_in_front_once_and_nothing_is_appended(
 
 def test_a_tokenizer_without_bos_cannot_add_one() -> None:
     tokenizer = byte_level(bos=False)
-    with pytest.raises(KvprobeError, match=r"--bos add: \w+ has no BOS token; use --bos auto or --bos drop"):
+    with pytest.raises(KvprobeError, match=r"^bos add: \w+ has no BOS token; use bos auto or bos drop$"):
         encode(tokenizer, a_text(BUNDLED), n_tokens=8, bos="add")
     assert not encode(tokenizer, a_text(BUNDLED), n_tokens=8).has_bos
 

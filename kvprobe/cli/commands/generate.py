@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe.caches.registry import KINDS
+from kvprobe.cli.command import Command
 from kvprobe.cli.options import Choice, CountFrom, Finite, common, load_model
 from kvprobe.errors import KvprobeError
 
@@ -21,7 +22,9 @@ LEAST_TEMPERATURE = 1e-4
 """Of :class:`kvprobe.generation.generate.Sampling`, which needs torch."""
 
 
-@click.command("generate", short_help="Continue prompts, or answer them, with our own decoder and KV cache.")
+@click.command(
+    "generate", cls=Command, short_help="Continue prompts, or answer them, with our own decoder and KV cache."
+)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="One more prompt; several are one batch.")
 @click.option(

@@ -4,10 +4,11 @@ from typing import Any
 
 import click
 
+from kvprobe.cli.command import Command
 from kvprobe.cli.options import output_options
 
 
-@click.command("models", short_help="List the models on this machine, or remove one.")
+@click.command("models", cls=Command, short_help="List the models on this machine, or remove one.")
 @click.option(
     "--remove", metavar="NAME", help="Remove a pulled model, or the conversion of a GGUF file: NAME as listed."
 )

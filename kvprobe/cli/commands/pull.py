@@ -2,8 +2,10 @@
 
 import click
 
+from kvprobe.cli.command import Command
 
-@click.command("pull", short_help="Fetch a model that kvprobe knows by name.")
+
+@click.command("pull", cls=Command, short_help="Fetch a model that kvprobe knows by name.")
 @click.argument("name")
 @click.option("--quiet", is_flag=True, help="No progress and no notices.")
 def command(name: str, quiet: bool) -> None:

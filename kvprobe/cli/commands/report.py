@@ -4,10 +4,13 @@ from typing import Any
 
 import click
 
+from kvprobe.cli.command import Command
 from kvprobe.cli.options import checked_first, checked_parent, model_options, quiet_option, text_options, with_options
 
 
-@click.command("report", short_help="One self-contained page on a model: bill, sinks, window, rank, speed.")
+@click.command(
+    "report", cls=Command, short_help="One self-contained page on a model: bill, sinks, window, rank, speed."
+)
 @click.argument("model", default="gpt2")
 @click.option(
     "--out",

@@ -19,7 +19,7 @@ def _body(model: str, options: dict[str, Any]) -> Result | None:
     if options["stream"]:
         _stream(model, options)
         return None
-    if stray := [name for name in ("every", "state", "no_resume") if options[name]]:
+    if stray := [name for name in ("every", "state", "no_resume") if options[name] not in (None, False)]:
         raise click.UsageError(f"--{stray[0].replace('_', '-')} needs --stream: give it too")
     window = asked(Window, options)
     # by slot, no position beyond the model's is ever used
