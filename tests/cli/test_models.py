@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvprobe.files import store
-from kvprobe.models import pull
+from kvprobe.models import loading, pull
 from support.models import document
 
 
@@ -18,8 +18,13 @@ def own_home(monkeypatch, tmp_path):
 def keep(directory, **about):
     directory.mkdir(parents=True)
     (directory / "weights").write_bytes(b"w" * 1024)
+    (directory / "config.json").write_text("{}")
     store.write_manifest(directory, about)
     return directory
+
+
+def size_of(directory):
+    return f"{sum(path.stat().st_size for path in directory.iterdir()) / 2**10:.2f} KiB"
 
 
 def test_only_what_is_here_is_listed_and_what_can_be_pulled_is_said(main, own_home):
@@ -27,9 +32,26 @@ def test_only_what_is_here_is_listed_and_what_can_be_pulled_is_said(main, own_ho
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == "`kvprobe pull NAME` fetches smollm2-135m or gemma3-270m or gpt2-tokenizer\n"
     keep(pull.place("smollm2-135m"))
-    keep(own_home / "gguf" / "00ff", name="mine")
     found = document(main("models", "--format", "json", "--quiet"))
-    assert [(row["name"], row["state"]) for row in found["rows"]] == [("smollm2-135m", "pulled"), ("mine.gguf", "gguf")]
+    assert [(row["name"], row["state"]) for row in found["rows"]] == [("smollm2-135m", "pulled")]
+
+
+def test_what_is_listed_can_be_a_model_and_what_is_only_kept_cannot(main, own_home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = (keep(pull.place(name)) for name in ("smollm2-135m", "gpt2-tokenizer"))
+    conversion = keep(own_home / "gguf" / "00ff", name="mine")
+    done = main("models", "--format", "json")
+    assert [row["name"] for row in document(done)["rows"]] == ["smollm2-135m"]
+    assert loading.find("smollm2-135m").directory == model
+    assert done.stderr.splitlines()[-1] == (
+        f"kept beside models: gpt2-tokenizer ({size_of(tokenizer)}), mine.gguf ({size_of(conversion)}); "
+        "`kvprobe models --remove NAME` frees the space"
+    )
+    for name in ("gpt2-tokenizer", "mine.gguf"):
+        assert main("sinks", name).returncode == 1
+        assert main("models", "--remove", name).returncode == 0
+    assert [place.exists() for place in (model, tokenizer, conversion)] == [True, False, False]
+    assert "kept" not in main("models").stderr
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "mine.gguf"])
@@ -38,10 +60,10 @@ def test_what_is_removed_is_gone_alone_and_the_room_is_said(main, own_home, name
         "smollm2-135m": keep(pull.place("smollm2-135m")),
         "mine.gguf": keep(own_home / "gguf" / "00ff", name="mine"),
     }
-    size = sum(path.stat().st_size for path in places[name].iterdir())
+    size = size_of(places[name])
     done = main("models", "--remove", name)
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == f"removed {name}: {size / 2**10:.2f} KiB freed\n"
+    assert done.stderr == f"removed {name}: {size} freed\n"
     assert [other for other, place in places.items() if place.exists()] == [other for other in places if other != name]
     assert list(own_home.rglob("*partial*")) == []
     done = main("models", "--remove", name)

@@ -10,13 +10,14 @@ from kvprobe.cli.options import output_options
 
 @click.command("models", cls=Command, short_help="List the models on this machine, or remove one.")
 @click.option(
-    "--remove", metavar="NAME", help="Remove a pulled model, or the conversion of a GGUF file: NAME as listed."
+    "--remove", metavar="NAME", help="Remove a pulled model, or the conversion of a GGUF file: NAME as it is shown."
 )
 def command(remove: str | None, **options: Any) -> None:
     """List the models available here without a network, with the space they take.
 
     MODEL may also be any local directory of a Hugging Face causal model with safetensors, a GGUF file, or
-    a hub id such as gpt2. A GGUF file is converted at its first use; the conversion is kept and listed by its name.
+    a hub id such as gpt2. A GGUF file is converted at its first use, and the conversion is kept. It speeds up the next
+    use of the file, is no MODEL by its own name, and is shown apart, with the name that --remove takes.
 
     \b
     Examples:
@@ -37,14 +38,21 @@ def command(remove: str | None, **options: Any) -> None:
         notice(f"removed {remove}: {Amount(freed)} freed", quiet=options["quiet"])
         return
     rows = loading.available()
-    here = [row for row in rows if row["state"] != "not pulled"]
     offered = [row["name"] for row in rows if row["state"] == "not pulled"]
     if offered:
         notice(f"`kvprobe pull NAME` fetches {' or '.join(offered)}", quiet=options["quiet"])
-    if not here:
+    there = [row for row in rows if row["state"] != "not pulled"]
+    # a tokenizer has no weights, and a GGUF file is a MODEL by its path, which is not kept
+    models = [row for row in there if row["kind"] == "model" and row["state"] != "gguf"]
+    if others := [f"{row['name']} ({Amount(row['bytes'])})" for row in there if row not in models]:
+        notice(
+            f"kept beside models: {', '.join(others)}; `kvprobe models --remove NAME` frees the space",
+            quiet=options["quiet"],
+        )
+    if not models:
         return
     emit(
-        Result("models", here, run_record()),
+        Result("models", models, run_record()),
         format_=options["format_"],
         out=options["out"],
         columns=("name", "state", "bytes", "licence", "what"),
