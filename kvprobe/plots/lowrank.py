@@ -91,16 +91,16 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: b
         return titled(fig, f"{run['model']}: {PARTS[rows[0]['of']]}, {targets}") if title else fig
 
 
-def spectrum_figure(rows: list[Row], run: dict[str, Any]) -> Figure:
+def spectrum_figure(rows: list[Row], run: dict[str, Any], *, width: float = TWO_COLUMNS, title: bool = True) -> Figure:
     """One panel of energies a stage, first before RoPE, with one colour bar for the layers."""
     stages = sorted({row["stage"] for row in rows}, key=list(STAGES).index)
     layers = sorted({row["layer"] for row in rows})
     with styled():
-        fig, axes = panels(TWO_COLUMNS, 2.9, len(stages), sharey=True)
+        fig, axes = panels(width, 2.9, len(stages), sharex=True, sharey=True)
         for ax, stage in zip(axes, stages, strict=True):
             draw_energy([row for row in rows if row["stage"] == stage], ax)
             ax.set_title(STAGES[stage])
         fig.colorbar(ScalarMappable(Normalize(layers[0], max(layers[-1], layers[0] + 1)), HEAT), ax=axes, label="layer")
-        for ax in axes[1:]:
-            ax.set_ylabel("")
-        return titled(fig, f"{run['model']}: {PARTS[rows[0]['of']]} over {run['passage']}")
+        for ax in axes:
+            ax.label_outer()
+        return titled(fig, f"{run['model']}: {PARTS[rows[0]['of']]} over {run['passage']}" if title else "")

@@ -6,7 +6,9 @@ from functools import partial
 import pytest
 from matplotlib.figure import Figure
 
+from kvprobe.experiments.lowrank import Lowrank
 from kvprobe.plots import lowrank as plots
+from kvprobe.results.result import Result
 from support.models import document
 
 FIELDS = {
@@ -196,8 +198,22 @@ def test_energies_are_the_rows_one_line_a_layer():
         [[1, 0.0], [2, 0.2], [4, 0.4]],
         [[1, 0.2], [2, pytest.approx(0.4)], [4, pytest.approx(0.6)]],
     ]
-    figure = plots.spectrum_figure(rows, {"model": "tiny", "passage": "bundled"})
-    assert figure.axes[0].get_title() == "keys before RoPE"
+
+
+@pytest.mark.parametrize("width", [3.35, 6.9])
+def test_a_spectrum_has_a_picture_of_any_width(width):
+    rows = [{"layer": layer, "rank": rank, "energy": rank / 4, "stage": stage, "of": "kv"}
+            for stage in ("post_rope", "pre_rope") for layer in (0, 2) for rank in (1, 2, 4)]  # fmt: skip
+    run = {"spectrum": True, "model": "tiny", "passage": "bundled"}
+    figure = Lowrank.figure(Result("lowrank", rows, run), width=width, title=False)
+    assert (figure.get_figwidth(), figure.get_suptitle()) == (width, "")
+    panes = figure.axes[:2]
+    assert [ax.get_title() for ax in panes] == ["keys before RoPE", "keys as attention reads them"]
+    # beside each other they share the label on the left, one above the other the label below
+    said = [(ax.get_xlabel(), ax.get_ylabel()) for ax in panes]
+    beside, stacked = [("rank", "energy kept"), ("rank", "")], [("", "energy kept"), ("rank", "energy kept")]
+    assert said == (beside if width > 5 else stacked)
+    assert Lowrank.figure(Result("lowrank", rows, run)).get_suptitle() == "tiny: keys and values over bundled"
 
 
 def test_the_analysis_asks_three_bases_on_several_passages(tiny_llama):

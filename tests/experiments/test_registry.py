@@ -96,6 +96,7 @@ def test_rows_and_records_have_the_fields_that_are_promised(name, subjects, monk
     assert set(result.run) == set(RECORDS[name].split())
     shown = kind.shown(result).rows[0]
     assert set(kind.table_columns(result)) <= set(shown)
+    assert kind.figure(result, width=3.35, title=False).get_figwidth() == 3.35
 
 
 def test_every_experiment_that_kvprobe_offers_has_its_fields_here():
