@@ -31,6 +31,7 @@ class AttentionCall:
     ``scale`` multiplies the scores; ``softcap`` bounds them (``softcap * tanh(score / softcap)``, Gemma 2).
     ``sink_logits``: ``[n_heads]``, learned logits that take part in the softmax and carry no value (gpt-oss).
     ``mask``: the model's own, or None for "causal, or one query that sees all"; read it as :attr:`keep`.
+    ``turn(x, by)``: the layer's RoPE, or None; use it through :meth:`rotate`.
     """
 
     layer: int
@@ -215,7 +216,8 @@ class AttentionCall:
 
         ``by`` is an int or ``[length]`` or ``[batch, length]``, in positions; negative turns back, so
         ``rotate(key, -positions)`` is the key before position encoding. Raises UnsupportedModelError, naming the
-        family, where the layer has no rotary embedding or one whose turn depends on more than the distance.
+        family, where a Hugging Face model has no rotary embedding or one whose turn depends on more than the distance,
+        and ValueError for any other call without one.
         """
         if self.turn is None:
             raise ValueError(f"layer {self.layer} was called without a rotary embedding: there is nothing to turn")

@@ -204,7 +204,7 @@ class KVCache:
         return sum(layer.formula_bytes for layer in self.layers)
 
     def reset(self) -> None:
-        """Forget the sequence: the next token is the first of a new tensor."""
+        """Forget everything: the next token begins a new sequence."""
         for layer in self.layers:
             for tensor in layer.tensors().values():
                 tensor.zero_()

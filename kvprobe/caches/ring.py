@@ -87,7 +87,7 @@ class RingLayer(CacheLayer):
         return len(self.past.lengths) * self.slots * self.shape.joint_width * self.keys.element_size()
 
     def floor(self, row: int) -> int:
-        """Anything until the ring gets round; then what a query's window still finds, see :meth:`_start_of`.
+        """Anything until the ring gets round; then what the windows of later queries still find in it.
 
         One token can always be taken back: the next one takes its slot, and sees what it saw.
         """

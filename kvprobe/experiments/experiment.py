@@ -87,8 +87,10 @@ class Experiment:
     """One question asked of one model. A subclass is a frozen dataclass, alone in a file that imports no torch.
 
     Its docstring is the help of its command: a question, what the columns are, examples. ``needs`` says what
-    `measure` is given: ``config`` a `Spec`, ``model`` a `Loaded`, ``passage`` a `Subject`, ``corpus`` a `Corpus`.
-    ``version`` rises when the same settings would give other rows. ``heading`` puts it on the report's page.
+    `measure` is given: ``config`` a :class:`kvprobe.experiments.cache.KnownShape`, ``model`` a
+    :class:`kvprobe.models.loading.Loaded`, ``passage`` a :class:`kvprobe.models.subject.Subject`, ``corpus`` a
+    :class:`kvprobe.experiments.gqa_training.TrainingSubject`. ``version`` rises when the same settings would give other
+    rows. ``heading`` puts it on the report's page.
     """
 
     name: ClassVar[str]

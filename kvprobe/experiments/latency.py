@@ -87,7 +87,11 @@ class Latency(Experiment):
         choices=ENGINES,
     )
     cache_kind: str = setting(
-        "full", "The kind of cache; kinds other than full are decoded by torch.", flag="--cache", choices=KINDS
+        "full",
+        "The kind of cache. Compiled code decodes with full and rolling, and reads prompts into full only; the rest is "
+        "done by torch.",
+        flag="--cache",
+        choices=KINDS,
     )
     repeats: int = setting(20, "Most runs of each row.", least=1)
     seconds: float = setting(3.0, "A row stops repeating after this long, but not before three runs.", least=0)

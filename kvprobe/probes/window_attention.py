@@ -118,7 +118,6 @@ def _sinks_outside(
     return output, lse.masked_fill(~keep.any(-1), -torch.inf)
 
 
-@torch.no_grad()
 def check_window(window: int) -> None:
     """Raise ValueError for a window that does not even hold the query."""
     if window < 1:

@@ -6,7 +6,7 @@ from typing import Any
 from kvprobe.results.html import Column, Row
 
 PUBLISHED = "the published protocol"
-"""The name of a training protocol with every published setting (:class:`kvprobe.experiments.gqa.Protocol`)."""
+"""The name of a training protocol with every published setting (:class:`kvprobe.experiments.gqa_training.Protocol`)."""
 
 
 def passage_of(run: Mapping[str, Any]) -> str:
