@@ -54,6 +54,18 @@ def test_the_guide_has_three_files_of_eighty_lines_in_all():
     assert sum(len(code.splitlines()) for code in FILES.values()) <= 80
 
 
+def test_what_the_guide_names_is_there():
+    words = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", GUIDE, flags=re.S)))
+    paths = {word for word in words if re.fullmatch(r"[\w./]+\.py|\w+/[\w/]*", word) and "NAME" not in word}
+    paths -= set(FILES)
+    assert len(paths) > 20
+    assert [path for path in sorted(paths) if not any((ROOT / base / path).exists() for base in ("", "kvprobe"))] == []
+    code = [path for base in ("kvprobe", "tests") for path in (ROOT / base).rglob("*.py")]
+    there = {name for path in code for name in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    names = {name for word in words if re.fullmatch(r"[\w.]+", word) for name in re.findall(r"\w+", word)}
+    assert names - there == set()
+
+
 def test_it_is_a_command(tree, tiny_llama):
     files = ["--format", "json", "--out", "recent.json", "--plot", "recent.svg"]
     done = python(tree, "-m", "kvprobe", "recent", tiny_llama, "--tokens", 48, *files)

@@ -144,9 +144,8 @@ def train(
     """Train ``decoder`` in place and leave it in eval mode; with a ``snapshot``, resume from it.
 
     The snapshot is written every ``snapshot_every`` steps, after a minute without one, and at the last step; its owner
-    removes it.
-    ``progress`` reports the step with its loss and tokens per second. Raises as :func:`check` does, and KvprobeError,
-    naming the step, for a loss that is not finite.
+    removes it. ``progress`` reports the step with its loss and tokens per second. Raises as :func:`check` does, and
+    KvprobeError, naming the step, for a loss that is not finite.
     """
     check(decoder.config, corpus, plan)
     parameters = {name: parameter.requires_grad_() for name, parameter in decoder.named_parameters()}
@@ -214,7 +213,7 @@ def gradients(decoder: Decoder, windows: Tensor, plan: TrainConfig) -> float:
     """Add the gradients of the mean loss of ``windows`` ``[batch, length + 1]``; returns that loss."""
     total = 0.0
     for part in windows.split(plan.micro_batch):
-        loss = _sum(decoder, part, plan.dtype) / windows[:, 1:].numel()
+        loss = summed_loss(decoder, part, plan.dtype) / windows[:, 1:].numel()
         loss.backward()
         total += loss.item()
     return total
@@ -225,11 +224,16 @@ def validate(decoder: Decoder, corpus: Corpus, plan: TrainConfig) -> float:
     """The mean loss in nat per token over all validation windows, summed in float64."""
     windows = corpus.valid_windows()
     # no_grad, not inference_mode: later steps could not differentiate its tensors, and the table of angles is kept
-    total = sum(float(_sum(decoder, part, plan.dtype)) for part in windows.split(2 * plan.micro_batch))
+    total = sum(float(summed_loss(decoder, part, plan.dtype)) for part in windows.split(2 * plan.micro_batch))
     return total / windows[:, 1:].numel()
 
 
-def _sum(decoder: Decoder, windows: Tensor, dtype: str) -> Tensor:
+def summed_loss(decoder: Decoder, windows: Tensor, dtype: str) -> Tensor:
+    """The losses of all targets in ``windows`` ``[batch, length + 1]``, in nat, as one float32 sum with a gradient.
+
+    By torch's own kernel: :func:`kvprobe.probes.losses.nll` rounds otherwise, and would train other weights than those
+    of ``results/gqa``.
+    """
     device = decoder.embedding.weight.device
     windows = windows.to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):

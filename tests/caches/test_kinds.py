@@ -56,6 +56,7 @@ def heaviest(call):
     return replace(call, mask=keep).attend()
 
 
+# by kind, the same operation without a cache
 OTHER_ROADS = {"full": AttentionCall.attend, "rolling": AttentionCall.attend, "half": in_half, "heavy64": heaviest}
 
 
@@ -153,7 +154,7 @@ def test_a_timed_step_is_at_its_context_and_its_work_is_what_the_cache_holds(kin
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--cache", "halves"), "'halves' is not one of 'full', 'rolling'"),
+        (("--cache", "halves"), f"'halves' is not one of {', '.join(map(repr, registry.KINDS))}"),
         (("--cache", "full", "--window", 5), "--window needs --cache rolling, not full"),
         (("--cache", "full", "--no-cache"), "give only one of them"),
     ],
