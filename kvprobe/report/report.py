@@ -1,6 +1,8 @@
-"""What is there to say about one model? Shape, bill, sinks, window, rank and speed, on one self-contained page.
+"""What is there to say about one model? One self-contained page, with the sections of `SECTIONS`, each an experiment.
 
-The model is loaded once. A section that its family does not allow says why, and the others follow.
+In order: what the model is; what each lever on its cache costs and leaves, measured (``relief``); the memory bill, by
+arithmetic (``cache``); its sinks; its loss by window and by rank; its speed; then every other experiment that has a
+heading. The model is loaded once. A section that its family does not allow says why, and the others follow.
 """
 
 from collections.abc import Callable, Iterator, Sequence

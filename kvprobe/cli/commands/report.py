@@ -9,7 +9,9 @@ from kvprobe.cli.options import checked_first, checked_parent, model_options, qu
 
 
 @click.command(
-    "report", cls=Command, short_help="One self-contained page on a model: bill, sinks, window, rank, speed."
+    "report",
+    cls=Command,
+    short_help="One self-contained page on a model: levers, bill, sinks, windows, ranks, speed.",
 )
 @click.argument("model", default="gpt2")
 @click.option(
@@ -27,7 +29,8 @@ from kvprobe.cli.options import checked_first, checked_parent, model_options, qu
 )
 @checked_first
 def command(model: str, **options: Any) -> None:
-    """One HTML page on MODEL: what it is, its memory bill, its sinks, what windows and ranks cost, and its speed.
+    """One HTML page on MODEL: what it is, what each lever on its cache costs and leaves (as kvprobe relief measures
+    it), its memory bill, its sinks, the loss by window and by rank, and its speed.
 
     The page holds its pictures and tables and needs no network; it says how each number was made. A section that the
     family refuses says why. On two cores a model of 135M parameters takes about two minutes.
