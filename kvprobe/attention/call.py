@@ -197,6 +197,25 @@ class AttentionCall:
                 weights = weights.masked_fill(~self._keep_rows(first, first + scores.shape[2]).any(-1, True), 0.0)
             yield first, weights
 
+    def score_blocks(self, block: int | None = None, *, start: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """As :meth:`visible_weights`, before the softmax: scaled, capped, minus infinity where nothing may be seen."""
+        batch, n_heads, q_len, _ = self.query.shape
+        kv_len = self.key.shape[2]
+        block = max(1, BLOCK_ELEMENTS // (batch * n_heads * kv_len)) if block is None else block
+        for first in range(start, q_len, block):
+            last = min(first + block, q_len)
+            keys = last if self.is_causal else kv_len
+            query = self._grouped(self.query[:, :, first:last]).float() * self.scale
+            scores = query @ self.key[:, :, :keys].float().transpose(-1, -2)
+            scores = _capped(scores.view(batch, n_heads, last - first, keys), self.softcap)
+            if self.is_causal:
+                # of the keys up to the block's last query, only the block's own can lie after a query
+                own = causal_keep(last - first, device=scores.device)
+                scores[..., first:].masked_fill_(~own, -torch.inf)
+            else:
+                scores.masked_fill_(~self._keep_rows(first, last), -torch.inf)
+            yield first, scores
+
     def scores_of(self, index: int) -> Tensor:
         """Scores of every query on one key, as the softmax sees them: float32 ``[batch, n_heads, q_len]``.
 
@@ -227,25 +246,6 @@ class AttentionCall:
         # [batch, n_kv_heads, group_size * q_len, head_dim]: the heads that share a key/value head become its rows
         batch, n_heads, q_len, head_dim = query.shape
         return query.reshape(batch, self.n_kv_heads, n_heads // self.n_kv_heads * q_len, head_dim)
-
-    def score_blocks(self, block: int | None = None, *, start: int = 0) -> Iterator[tuple[int, Tensor]]:
-        """As :meth:`visible_weights`, before the softmax: scaled, capped, minus infinity where nothing may be seen."""
-        batch, n_heads, q_len, _ = self.query.shape
-        kv_len = self.key.shape[2]
-        block = max(1, BLOCK_ELEMENTS // (batch * n_heads * kv_len)) if block is None else block
-        for first in range(start, q_len, block):
-            last = min(first + block, q_len)
-            keys = last if self.is_causal else kv_len
-            query = self._grouped(self.query[:, :, first:last]).float() * self.scale
-            scores = query @ self.key[:, :, :keys].float().transpose(-1, -2)
-            scores = _capped(scores.view(batch, n_heads, last - first, keys), self.softcap)
-            if self.is_causal:
-                # of the keys up to the block's last query, only the block's own can lie after a query
-                own = causal_keep(last - first, device=scores.device)
-                scores[..., first:].masked_fill_(~own, -torch.inf)
-            else:
-                scores.masked_fill_(~self._keep_rows(first, last), -torch.inf)
-            yield first, scores
 
     def _keep_rows(self, first: int, last: int) -> Tensor:
         # a mask with one row stands for every query

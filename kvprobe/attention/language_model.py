@@ -1,8 +1,10 @@
 """What does a probe ask of a model? One protocol, of Hugging Face's models and of our decoder alike.
 
-model = language_model(anything)
-x = model.body(ids, attend=watch)          # [batch, length, hidden]
-logits = model.logits(x)                   # [batch, length, vocab], by the model's own head, scales and caps
+    model = language_model(anything)
+    x = model.body(ids, attend=watch)          # [batch, length, hidden]
+    logits = model.logits(x)                   # [batch, length, vocab], by the model's own head, scales and caps
+
+A probe that only watches is one function, called for each layer: :func:`observe`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

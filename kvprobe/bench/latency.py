@@ -77,11 +77,10 @@ class Observation:
 class Bench:
     """How to time a decoder.
 
-    At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``engine`` is the kind
-    that reads prompts and decodes (:mod:`kvprobe.generation.engines`), ``cache_kind`` the kind of cache
-    (:mod:`kvprobe.caches.registry`). ``start_ups`` has the seconds
-    that the first engine of each kind took to get ready, ``notes`` why it is not the compiled one, ``watch`` what else
-    ran: all fill as rows are timed.
+    At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``engine`` chooses what
+    reads prompts and decodes (:mod:`kvprobe.generation.engines`), ``cache_kind`` is the kind of cache
+    (:mod:`kvprobe.caches.registry`). ``start_ups`` has the seconds that the first engine of each name took to get
+    ready, ``notes`` why it is not the compiled one, ``watch`` what else ran: all fill as rows are timed.
     """
 
     decoder: Decoder
@@ -277,7 +276,7 @@ class Bench:
         return build(self.cache_kind, replace(self.decoder.place(capacity, batch=batch), **where), **settings)
 
     def _filled_but_one(self, cache: KVCache, ids: Tensor) -> Callable[[], None]:
-        """Fill the cache but for the last token; what brings it back to that after a step."""
+        """Fill the cache but for the last token; returns a function that restores this state after a step."""
         capacity, lengths = ids.shape[1], [ids.shape[1] - 1] * cache.batch
         self._fill(cache, ids, capacity)
         try:

@@ -88,7 +88,9 @@ class Buffers:
 
 
 class CacheLayer:
-    """What one layer keeps. A kind gives :meth:`append`, or :meth:`attend` where reading in full undoes its point."""
+    """What one layer keeps. A kind gives :meth:`append`, and overrides :meth:`attend` if handing over all of K and V
+    would defeat the kind.
+    """
 
     def __init__(self, shape: Layer, past: Past) -> None:
         self.shape, self.past = shape, past
@@ -97,7 +99,7 @@ class CacheLayer:
         """Store the call's new keys and values; the call with what attention shall read instead.
 
         Key and value ``[batch, n_kv_heads, kv_len, …]`` with a mask that says which of them each query may see, or
-        None where that is plainly causal, or one query sees all.
+        None if that is plainly causal, or one query sees all.
         """
         raise NotImplementedError
 

@@ -43,10 +43,11 @@ class RingLayer(CacheLayer):
         self.keys, self.values = buffer(shape.head_dim), buffer(shape.v_head_dim)
 
     def append(self, call: AttentionCall) -> AttentionCall:
-        """As :class:`CacheLayer`. Views of the buffers wherever nothing had to make room, or one token replaced one."""
+        """As :class:`CacheLayer`. Views of the buffers, unless several new tokens overwrite old ones."""
         key, value, q_len = call.key, call.value, call.key.shape[2]
         ends = [start + q_len for start in self._starts()]
         if q_len == 1 or max(ends) <= self.slots:
+            # a single query reads the buffer as it stands; several, each at another distance from the sinks, as made
             keys = self._as_made() if q_len > 1 else self.keys
             self._store(key, value)
             used = max(1, min(max(ends), self.slots))
@@ -121,7 +122,7 @@ class RingLayer(CacheLayer):
         return self.past.keeps[alike]
 
     def _keep(self, q_len: int) -> Tensor | None:
-        """Which keys each query sees, bool ``[batch or 1, 1, q_len, kv_len]``; None where it needs no saying."""
+        """Which keys each query sees, bool ``[batch or 1, 1, q_len, kv_len]``; None if no mask is needed."""
         past, local, window = self.past, self.shape.limit, self.window
         end = past.length + q_len
         in_reach = all(end <= reach for reach in (window, local) if reach is not None)

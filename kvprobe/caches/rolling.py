@@ -84,7 +84,7 @@ class RollingLayer(RingLayer):
             if start < self.n_sink and start + q_len > 0:
                 made = self.made[row, :, max(0, start) : start + q_len]
                 made.copy_(key[row, :, max(0, -start) :][:, :, : made.shape[2]])
-        # a single query reads the buffer as it stands, so its sinks are turned there to where it sees them from
+        # for a single query, which reads the buffer as it stands: the sinks are turned to where it sees them from
         if q_len == 1 and any(map(any, lag := self.lag(1))):
             by = torch.tensor(lag).expand(-1, self.n_sink) if self._by_row else torch.tensor(lag[0])
             self.keys[:, :, : self.n_sink] = self.rope.turn(self.made, by)

@@ -55,7 +55,7 @@ class Finite(click.FloatRange):
 
 
 class Choice(click.Choice[str]):
-    """One of some words; a word that is close to one is told it."""
+    """One of some words; a near miss gets a suggestion."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         """As click says it, with what was probably meant."""

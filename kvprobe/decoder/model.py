@@ -55,10 +55,10 @@ class _Pass:
         return torch.stack(turned, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(turned, dim=-1)
 
     def keep(self, layer: int) -> Tensor | None:
-        """Which of the new keys each query may see, bool ``[batch or 1, 1, q_len, q_len]``; with a cache it says so.
+        """Which of the new keys each query may see, bool ``[batch or 1, 1, q_len, q_len]``, made once for layers alike.
 
-        None where that is plainly causal: that needs no mask, and the kernel is faster. Made once for all layers that
-        are alike.
+        With a cache None: the cache makes the mask. None also where all is plainly causal: the kernel without a mask is
+        faster.
         """
         local = self.config.windows[layer] if self.config.windows else None
         if self.cache is not None or (self.pads is None and (local is None or self.q_len <= local)):

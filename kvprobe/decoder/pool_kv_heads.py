@@ -14,8 +14,8 @@ def pool_kv_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
 
     The projections of K and V, and their biases, are averaged; all else is copied, and the decoder given is unchanged.
     A query head then reads the mean of its group's keys and values; if a family normalises keys after their projection
-    (qwen3, gemma3) its keys are the normalised mean, not the mean of normalised keys. Raises
-    ValueError unless ``n_kv_heads`` divides the decoder's: heads can only be merged, and only into groups of one size.
+    (qwen3, gemma3) its keys are the normalised mean, not the mean of normalised keys. Raises ValueError unless
+    ``n_kv_heads`` divides the decoder's: heads can only be merged, and only into groups of one size.
     """
     has = decoder.config.n_kv_heads
     if not 1 <= n_kv_heads <= has or has % n_kv_heads:

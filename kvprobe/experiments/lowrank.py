@@ -1,4 +1,4 @@
-"""What does cutting keys and values to a rank cost a model on a passage, and what rank have they?"""
+"""What does cutting keys and values to a rank cost a model on a passage, and what rank do they have?"""
 
 import statistics
 import time

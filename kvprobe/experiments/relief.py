@@ -31,6 +31,7 @@ class Relief(Experiment):
 
     Levers that a trained model takes as it is: a window with sinks (absolute positions), a rank of joint keys and
     values (the bytes count the basis), and storage in few bits (a 16-bit scale and zero point for every 64 elements).
+    Ranks and bits change what attention reads; their bytes are by formula, since no cache of kvprobe stores either.
     Every other way to a smaller cache needs training.
 
     \b
@@ -184,7 +185,7 @@ def _latent_bytes(spec: Spec, now: Bill, rank: int, n_tokens: int) -> tuple[int,
 
 
 def _finished(rows: Sequence[Row], n_tokens: int) -> list[Row]:
-    """The rows with what needs all of them: relief against the first, the Pareto front; bytes a token."""
+    """Adds the columns that depend on all rows, relief against the first and the Pareto front, and bytes a token."""
 
     def beaten(row: Row) -> bool:
         return row["basis"] == "oracle" or any(

@@ -28,10 +28,17 @@ from kvprobe.native.vectors import highest_of, norm_of, turn
     NEED, OP, FIRST, LAST, MATRIX, SECOND, WIDTH, STRIDE, SOURCE, TARGET, NORM, BIAS, MODE, LAYER, SOURCE_STRIDE,
     TARGET_STRIDE, SEQUENCE, PART, ROW,
 ) = range(19)  # fmt: skip
-# what OP may be: rows of a matrix, the gated pair of them, some inputs of a matrix that is stored by inputs and the sum
-# over all of them, one key/value head into the cache, attention of the query heads that share it to a part of its
-# slots, what comes of all parts, the norm of what is added
-ROWS, GATED, INPUTS, SUM, PLACE, ATTEND, MERGE, ADD_NORMED = range(8)
+# what OP may be, in an order that _wait_reading uses
+(
+    ROWS,  # some rows of a matrix
+    GATED,  # the same rows of two matrices, the first the gate of the second
+    INPUTS,  # some inputs of a matrix that is stored by inputs
+    SUM,  # the sum over all inputs
+    PLACE,  # a key/value head's new key and value into the cache
+    ATTEND,  # the query heads that share a key/value head, over a part of its slots
+    MERGE,  # their outputs, of all parts
+    ADD_NORMED,  # the norm of what is added
+) = range(8)
 # what MODE may be: how ROWS and SUM end (or, for GATED, which activation)
 STORE, ADD, GELU, SILU, CAP = range(5)
 # What all pieces share: int64 [TABLE], addresses and numbers.
@@ -176,7 +183,7 @@ def _place(piece: Any, table: Any, head: Any, zero: Any) -> None:
 
 @compiled
 def _attend(piece: Any, table: Any, scores: int, zero: Any) -> None:
-    """The query heads of one key/value head over a part of its filled, visible slots, which are read once for all.
+    """The query heads of one key/value head over a part of its slots: keys, then values, each read once.
 
     Left for :func:`_merge`, of each head: the values mixed by exp(score - highest), the highest, and the sum of these
     weights (as in Dao et al., 2023, "Flash-Decoding for long-context inference").

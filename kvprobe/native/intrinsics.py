@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def intrinsic(function: Function) -> Callable[..., Any]:
-    """Numba's; what is called is without the compiler's context."""
+    """Numba's ``intrinsic``; callers do not pass ``context``."""
     return numba_intrinsic(function)
 
 
