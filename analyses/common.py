@@ -48,7 +48,7 @@ def show(result: Result, *, save: bool, columns: Sequence[str] = (), summary: Se
 
     Below it stand the lines of ``summary`` and, of what was timed on a busy machine, that it is not to be quoted.
     """
-    below = [*summary, *phrases.lines(result.run)]
+    below = [*summary, *phrases.busy_lines(result.run)]
     emit(result, format_="table", out=None, columns=columns or list(result.rows[0]), summary=below)
     if save:
         keep(result)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from figures._paper import Picture
 from kvprobe.plots import latency, roofline
 from kvprobe.plots.style import TWO_COLUMNS, panels, styled, titled
-from kvprobe.results.phrases import said
+from kvprobe.results.phrases import with_busy
 from kvprobe.results.result import Result
 
 
@@ -20,7 +20,7 @@ def draw(result: Result, width: float) -> Figure:
     with styled():
         figure, (ax,) = panels(width, 3.2 if width >= TWO_COLUMNS else 2.9)
         latency.draw(rows, ax)
-        return titled(figure, said("", result.run))
+        return titled(figure, with_busy("", result.run))
 
 
 PICTURE = Picture(

@@ -96,7 +96,7 @@ def show(result: Result, kind: type[Experiment], options: dict[str, Any]) -> Non
 
     in_table = options["format_"] == "table"
     # the lines under a table say already what was timed on a busy machine
-    for line in [*kind.notices(result), *([] if in_table else phrases.lines(result.run))]:
+    for line in [*kind.notices(result), *([] if in_table else phrases.busy_lines(result.run))]:
         notice(line, quiet=options["quiet"])
     emit(
         kind.shown(result) if in_table else result,

@@ -163,9 +163,9 @@ class Latency(Experiment):
     def sentence(cls, result: Result) -> str:
         """What the rows support, in one plain sentence: the longest context that was decoded with a cache.
 
-        For a busy machine it ends with :data:`kvprobe.results.phrases.WORDS`.
+        For a busy machine it ends with :data:`kvprobe.results.phrases.BUSY`.
         """
-        return phrases.said(_sentence(result), result.run)
+        return phrases.with_busy(_sentence(result), result.run)
 
     @classmethod
     def notices(cls, result: Result) -> list[str]:
@@ -184,7 +184,7 @@ class Latency(Experiment):
         rows, run = result.rows, result.run
         lines = [
             "",
-            *phrases.lines(run),
+            *phrases.busy_lines(run),
             f"{run['model']} ({run['source']}), {run['dtype']}, {run['device']}: the machine reads "
             f"{run['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s and multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} "
             f"GFLOP/s, ridge point {run['ridge_point']:.1f} FLOP/B",

@@ -8,7 +8,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from kvprobe.plots import roofline
 from kvprobe.plots.style import DOTS, INK, TWO_COLUMNS, error_bars, legend_above, look, panels, styled, titled
-from kvprobe.results.phrases import said
+from kvprobe.results.phrases import with_busy
 from kvprobe.results.result import Row
 
 
@@ -88,7 +88,7 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float | None = None, 
         where = run["cpu"] if run["device"] == "cpu" else run["device"]
         measured = f"{run['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s, {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s"
         heading = f"{run['model']}, {run['dtype']} on {where}: {measured} measured" if title else ""
-        return titled(fig, said(heading, run))
+        return titled(fig, with_busy(heading, run))
 
 
 def _ticks(ax: Axes, values: list[int]) -> None:

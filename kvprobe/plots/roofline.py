@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvprobe.plots.style import COLOURS, DOTS, INK, LINES, MARKERS, TWO_COLUMNS, legend_above, panels, styled, titled
-from kvprobe.results.phrases import said
+from kvprobe.results.phrases import with_busy
 from kvprobe.results.result import Row
 
 # phase -> colour, marker and dashes
@@ -76,4 +76,4 @@ def figure(rows: list[Row], run: dict[str, Any], *, width: float = 5.0, title: b
         roof = {"bandwidth": run["bandwidth_bytes_per_s"], "matrix_rate": run["matrix_flops_per_s"]}
         draw([with_rates(row) for row in rows], ax, **roof)
         where = run["cpu"] if run["device"] == "cpu" else run["device"]
-        return titled(fig, said(f"{run['model']} in {run['dtype']} on {where}" if title else "", run))
+        return titled(fig, with_busy(f"{run['model']} in {run['dtype']} on {where}" if title else "", run))

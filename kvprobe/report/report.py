@@ -251,9 +251,9 @@ def _speed(subject: "Subject", config: ReportConfig, progress: Progress) -> dict
             f"multiplies {run['matrix_flops_per_s'] / 1e9:,.0f} GFLOP/s.",
             *([f"A row above 100 %: {ABOVE}."] if unsaid else []),
         ],
-        "caption": f"{phrases.said(Latency.caption, run)}.",
+        "caption": f"{phrases.with_busy(Latency.caption, run)}.",
         "columns": [column for column in section["columns"] if column.field in ON_THE_PAGE],
-        "warnings": [f"{line[0].upper()}{line[1:]}." for line in phrases.lines(run)],
+        "warnings": [f"{line[0].upper()}{line[1:]}." for line in phrases.busy_lines(run)],
     }
 
 

@@ -78,17 +78,17 @@ LOSS_COLUMNS = (
 )
 """What a table shows of a loss and its difference to the full pass."""
 
-WORDS = "busy machine, not to be quoted"
+BUSY = "busy machine, not to be quoted"
 
 
-def said(text: str, run: Mapping[str, Any]) -> str:
+def with_busy(text: str, run: Mapping[str, Any]) -> str:
     """``text`` about what ``run`` timed and, if the machine was busy, that it is not to be quoted."""
-    return "; ".join(part for part in (text, WORDS if run.get("busy") else "") if part)
+    return "; ".join(part for part in (text, BUSY if run.get("busy") else "") if part)
 
 
-def lines(run: Mapping[str, Any]) -> list[str]:
+def busy_lines(run: Mapping[str, Any]) -> list[str]:
     """The lines below a table of a run: none if the machine was quiet; else why not, or why that is not known."""
     if run.get("busy"):
-        return [f"{WORDS}: {'; '.join(run['busy'])}"]
+        return [f"{BUSY}: {'; '.join(run['busy'])}"]
     unknown = run.get("load", {}).get("unknown")
     return [] if unknown is None else [f"whether the machine was busy is not known: {unknown}"]

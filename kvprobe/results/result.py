@@ -158,12 +158,12 @@ class Result:
     def _repr_html_(self) -> str:
         """What a notebook shows: the rows as a table, each text escaped."""
         from kvprobe.results.html import Column, table
-        from kvprobe.results.phrases import said
+        from kvprobe.results.phrases import with_busy
 
         some = self.rows[:SHOWN_ROWS]
         more = f", and {len(self.rows) - len(some):,} more rows" if len(some) < len(self.rows) else ""
         columns = [Column(name, name) for name in self.rows[0]]
-        caption = said(f"{self.analysis}, {self.run.get('model', 'no model')}{more}", self.run)
+        caption = with_busy(f"{self.analysis}, {self.run.get('model', 'no model')}{more}", self.run)
         return table(columns, some, caption=caption)
 
 

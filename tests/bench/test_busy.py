@@ -6,7 +6,7 @@ import pytest
 
 from kvprobe.bench import busy
 from kvprobe.bench.busy import Reading, Watch
-from kvprobe.results.phrases import WORDS, lines, said
+from kvprobe.results.phrases import BUSY, busy_lines, with_busy
 
 
 class Kernel:
@@ -122,8 +122,8 @@ def test_unknown_is_never_quiet(name):
         pass
     found = watch.record()
     assert found == {"busy": None, "load": {"unknown": why}}
-    assert lines(found) == [f"whether the machine was busy is not known: {why}"]
-    assert said("as it is", found) == "as it is"
+    assert busy_lines(found) == [f"whether the machine was busy is not known: {why}"]
+    assert with_busy("as it is", found) == "as it is"
     # what the rows show is known all the same
     rows = [timed("cached", 8, 10, 10, 10), timed("cached", 16, 5, 5, 5)]
     assert watch.record(rows)["busy"] == ["cached at 16 tokens took 5.0 ms, and 10.0 ms at 8"]
@@ -178,12 +178,12 @@ def test_runs_that_scatter_as_wide_as_they_take(kernel):
 
 def test_words_and_reasons():
     run = {"busy": ["this", "that"], "load": {}}
-    assert said("It is fast", run) == "It is fast; busy machine, not to be quoted"
-    assert said("", run) == WORDS
-    assert lines(run) == ["busy machine, not to be quoted: this; that"]
+    assert with_busy("It is fast", run) == "It is fast; busy machine, not to be quoted"
+    assert with_busy("", run) == BUSY
+    assert busy_lines(run) == ["busy machine, not to be quoted: this; that"]
     # quiet, and a record from before it was counted
     for other in ({"busy": [], "load": {"others_cores": 0.0}}, {}):
-        assert (said("It is fast", other), said("", other), lines(other)) == ("It is fast", "", [])
+        assert (with_busy("It is fast", other), with_busy("", other), busy_lines(other)) == ("It is fast", "", [])
 
 
 def test_counters_of_linux_are_those_of_our_processors(monkeypatch, tmp_path):

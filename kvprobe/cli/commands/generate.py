@@ -209,7 +209,7 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
         emit(Result("generate", rows, run), format_=options["format_"], out=options["out"], columns=())
     elif options["out"] is not None:
         write_whole(options["out"], "".join(out.written))
-    notice(phrases.said(_summary(generation, ids), load), quiet=quiet)
+    notice(phrases.with_busy(_summary(generation, ids), load), quiet=quiet)
 
 
 # one row has nothing to draw
