@@ -58,7 +58,7 @@ def busy_machine(monkeypatch):
     """Every reading of the kernel's counters is a second later, in which we used one core and others one more."""
     from kvprobe.bench import busy
 
-    readings = (busy.Reading(wall=i, used=2.0 * i, own=i) for i in itertools.count())
+    readings = (busy.CpuTimes(wall=i, used=2.0 * i, own=i) for i in itertools.count())
     monkeypatch.setattr(busy, "read", lambda: next(readings))
     monkeypatch.setattr(busy, "cores", lambda: 2)
     # what the rows themselves took says nothing here: it depends on the machine

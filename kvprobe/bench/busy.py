@@ -38,7 +38,7 @@ FASTER = 1.25
 
 
 @dataclass(frozen=True)
-class Reading:
+class CpuTimes:
     """Seconds: of the clock, of all processors' work, of what a host took from them, and of this process's work."""
 
     wall: float = 0.0
@@ -46,13 +46,15 @@ class Reading:
     stolen: float = 0.0
     own: float = 0.0
 
-    def __add__(self, other: "Reading") -> "Reading":
+    def __add__(self, other: "CpuTimes") -> "CpuTimes":
         """Both spans together."""
-        return Reading(self.wall + other.wall, self.used + other.used, self.stolen + other.stolen, self.own + other.own)
+        return CpuTimes(
+            self.wall + other.wall, self.used + other.used, self.stolen + other.stolen, self.own + other.own
+        )
 
-    def __sub__(self, before: "Reading") -> "Reading":
+    def __sub__(self, before: "CpuTimes") -> "CpuTimes":
         """The span from ``before`` to here."""
-        return Reading(
+        return CpuTimes(
             self.wall - before.wall, self.used - before.used, self.stolen - before.stolen, self.own - before.own
         )
 
@@ -67,16 +69,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def read() -> Reading:
+def read() -> CpuTimes:
     """The counters of the processors that we may use. Raises OSError, ValueError or ImportError without them."""
     wall, own = time.monotonic(), time.process_time()
     if sys.platform == "linux":
         used, stolen = _of_linux()
-        return Reading(wall, used, stolen, own)
+        return CpuTimes(wall, used, stolen, own)
     import psutil
 
     times = psutil.cpu_times()
-    return Reading(wall, times.user + times.system + getattr(times, "nice", 0.0), 0.0, own)
+    return CpuTimes(wall, times.user + times.system + getattr(times, "nice", 0.0), 0.0, own)
 
 
 def _of_linux() -> tuple[float, float]:
@@ -98,8 +100,8 @@ def _of_linux() -> tuple[float, float]:
 class Watch:
     """Add up what others did in timed spans: ``with watch.span(): timed(run)``, as often as needed."""
 
-    reader: Callable[[], Reading] | None = None
-    spans: list[Reading] = field(default_factory=list)
+    reader: Callable[[], CpuTimes] | None = None
+    spans: list[CpuTimes] = field(default_factory=list)
     failed: str | None = None
 
     @contextmanager
@@ -120,7 +122,7 @@ class Watch:
         ``kvprobe latency``) an idle machine would not give. It is empty if there are none, and None if that is not
         known. ``load`` has the counters, in cores, or the reason as ``unknown``.
         """
-        total = sum(self.spans, Reading())
+        total = sum(self.spans, CpuTimes())
         unknown = self._unknown(total)
         load: dict[str, Any] = {}
         reasons = []
@@ -141,14 +143,14 @@ class Watch:
         reasons += [*_scattered(rows), *_upside_down(rows)]
         return {"busy": reasons or (None if unknown else []), "load": load}
 
-    def _now(self) -> Reading | None:
+    def _now(self) -> CpuTimes | None:
         try:
             return (self.reader or read)()
         except (OSError, ValueError, ImportError) as error:
             self.failed = f"the system's counters of processor time cannot be read ({type(error).__name__})"
             return None
 
-    def _unknown(self, total: Reading) -> str | None:
+    def _unknown(self, total: CpuTimes) -> str | None:
         if self.failed is not None:
             return self.failed
         if total.wall < ENOUGH_S:
@@ -160,11 +162,11 @@ class Watch:
 
     def _peak(self) -> float:
         """The most that others used, in cores, over consecutive spans that are long enough together."""
-        peak, block = 0.0, Reading()
+        peak, block = 0.0, CpuTimes()
         for span in self.spans:
             block += span
             if block.wall >= ENOUGH_S:
-                peak, block = max(peak, block.others), Reading()
+                peak, block = max(peak, block.others), CpuTimes()
         return peak
 
 

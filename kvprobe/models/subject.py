@@ -40,7 +40,7 @@ class Subject:
 
     def record(self) -> dict[str, Any]:
         """Model and passage in a run record: names and fingerprints, never a path."""
-        return self.loaded.record() | passages.run_record(self.passage)
+        return self.loaded.record() | self.passage.record()
 
 
 def prepare(

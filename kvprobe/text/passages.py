@@ -88,25 +88,24 @@ class Passage:
             raise KvprobeError(f"the passage of {self.name} holds only begin-of-sequence marks: ask for more tokens")
         return int(self.ids[self.n_front])
 
+    def record(self) -> dict[str, Any]:
+        """The passage in a run record: names and fingerprints, never a path.
 
-def run_record(passage: Passage) -> dict[str, Any]:
-    """The passage in a run record: names and fingerprints, never a path.
-
-    ``bos_in_text`` and ``text_cut`` are present only if they apply.
-    """
-    record: dict[str, Any] = {
-        "passage": passage.name,
-        "passage_sha256": passage.sha256,
-        "passage_offset": passage.offset,
-        # what the model actually read: another tokenizer gives other ids, and random ids have no text
-        "ids_sha256": hashlib.sha256(passage.ids.numpy().tobytes()).hexdigest(),
-        "n_tokens": passage.n_tokens,
-        "bos": passage.bos,
-        "has_bos": passage.has_bos,
-    }
-    if passage.bos_in_text:
-        record["bos_in_text"] = True
-    return record if passage.cut is None else record | passage.cut.record()
+        ``bos_in_text`` and ``text_cut`` are present only if they apply.
+        """
+        record: dict[str, Any] = {
+            "passage": self.name,
+            "passage_sha256": self.sha256,
+            "passage_offset": self.offset,
+            # what the model actually read: another tokenizer gives other ids, and random ids have no text
+            "ids_sha256": hashlib.sha256(self.ids.numpy().tobytes()).hexdigest(),
+            "n_tokens": self.n_tokens,
+            "bos": self.bos,
+            "has_bos": self.has_bos,
+        }
+        if self.bos_in_text:
+            record["bos_in_text"] = True
+        return record if self.cut is None else record | self.cut.record()
 
 
 def notices(passage: Passage) -> list[str]:

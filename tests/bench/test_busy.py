@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from kvprobe.bench import busy
-from kvprobe.bench.busy import Reading, Watch
+from kvprobe.bench.busy import CpuTimes, Watch
 from kvprobe.results.phrases import BUSY, busy_lines, with_busy
 
 
@@ -13,10 +13,10 @@ class Kernel:
     """Counters that stand still but for `run`: so many seconds in which so many cores worked."""
 
     def __init__(self):
-        self.now = Reading(1e6, 5e5, 100.0, 30.0)
+        self.now = CpuTimes(1e6, 5e5, 100.0, 30.0)
 
     def run(self, seconds, *, own=1.0, others=0.0, stolen=0.0):
-        self.now += Reading(seconds, seconds * (own + others), seconds * stolen, seconds * own)
+        self.now += CpuTimes(seconds, seconds * (own + others), seconds * stolen, seconds * own)
 
     def watch(self, *spans):
         watch = Watch(lambda: self.now)
@@ -67,11 +67,11 @@ def test_daemons_are_no_load(kernel, others, is_busy):
 
 def test_what_a_host_takes_is_others_even_where_it_counts_as_ours(kernel):
     assert kernel.watch({"seconds": 2, "stolen": 1.0}).record()["busy"] != []
-    kernel.now = Reading()
+    kernel.now = CpuTimes()
     watch = Watch(lambda: kernel.now)
     with watch.span():
         # a kernel that knows of no host charges us for two seconds: one that we had and one that was stolen
-        kernel.now = Reading(2.0, 1.0, 1.0, 2.0)
+        kernel.now = CpuTimes(2.0, 1.0, 1.0, 2.0)
     assert watch.record()["load"]["others_cores"] == 0.5
 
 
@@ -104,11 +104,11 @@ def broken():
 UNKNOWN = {
     "no counters": (broken, "the system's counters of processor time cannot be read (PermissionError)"),
     "too short": (
-        (Reading(0.01 * i, 0.02 * i, 0.0, 0.01 * i) for i in itertools.count()).__next__,
+        (CpuTimes(0.01 * i, 0.02 * i, 0.0, 0.01 * i) for i in itertools.count()).__next__,
         "0.0 s were timed, and the system counts too coarsely for less than 1",
     ),
     "counters that stand still": (
-        (Reading(2.0 * i, 0.0, 0.0, 2.0 * i) for i in itertools.count()).__next__,
+        (CpuTimes(2.0 * i, 0.0, 0.0, 2.0 * i) for i in itertools.count()).__next__,
         "the system's counters of processor time leave out our own",
     ),
 }

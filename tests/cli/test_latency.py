@@ -159,7 +159,7 @@ def test_a_whole_answer_is_watched_as_rows_are(document, tiny_llama, busy_machin
 
 
 def test_a_quiet_machine_is_not_named(run, document, tiny_llama, tmp_path, monkeypatch):
-    readings = (busy.Reading(wall=i, used=2.0 * i, own=2.0 * i) for i in itertools.count())
+    readings = (busy.CpuTimes(wall=i, used=2.0 * i, own=2.0 * i) for i in itertools.count())
     monkeypatch.setattr(busy, "read", lambda: next(readings))
     monkeypatch.setattr(busy, "LEAST_MS", math.inf)
     some = (tiny_llama, "--context", 8, "--phase", "cached")

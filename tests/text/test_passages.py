@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvprobe.errors import KvprobeError
 from kvprobe.text import passages, texts
-from kvprobe.text.passages import control, encode, heldout, random_ids, repeat_ids, run_record
+from kvprobe.text.passages import control, encode, heldout, random_ids, repeat_ids
 from kvprobe.text.texts import Text, read_text
 
 BUNDLED = (Path(texts.__file__).parents[1] / "data" / "passage.txt").read_text(encoding="utf-8")
@@ -184,7 +184,7 @@ def test_bos_counts_and_stands_in_front_once_and_nothing_is_appended(
     assert passage.ids.dtype == torch.long
     assert passage.has_bos == bool(front)
     assert passage.first_content_id == content[0]
-    assert run_record(passage) == {
+    assert passage.record() == {
         "passage": "a",
         "passage_sha256": text.sha256,
         "passage_offset": 0,
@@ -221,7 +221,7 @@ def test_heldout_goes_on_where_the_passage_ended_with_a_bos_of_its_own(plain: An
     assert first.n_tokens == second.n_tokens == 50
     both = torch.cat([first.ids[n_front:], second.ids[n_front:]]).tolist()
     assert both == ids_of(plain, BUNDLED)[: 100 - 2 * n_front]
-    assert run_record(second)["passage_offset"] == 50 - n_front
+    assert second.record()["passage_offset"] == 50 - n_front
 
 
 def test_a_text_too_short_for_the_held_out_half_says_what_both_need(plain: Any) -> None:
@@ -269,12 +269,12 @@ def test_a_control_has_the_passages_length_and_only_random_keeps_its_bos(plain: 
     assert drawn.has_bos == passage.has_bos
     assert repeated.ids.tolist() == [ids_of(plain, BUNDLED)[0]] * 20
     assert not repeated.has_bos
-    changed = {"passage": "random ids", "passage_sha256": "", "ids_sha256": run_record(drawn)["ids_sha256"]}
-    assert run_record(drawn) == run_record(passage) | changed
+    changed = {"passage": "random ids", "passage_sha256": "", "ids_sha256": drawn.record()["ids_sha256"]}
+    assert drawn.record() == passage.record() | changed
     # other ids are another fingerprint, the only one that random ids have
     again = control(passage, "random", plain, seed=2)
-    assert len({run_record(one)["ids_sha256"] for one in (passage, drawn, again, repeated)}) == 4
-    assert run_record(repeated)["passage"] == "one id repeated"
+    assert len({one.record()["ids_sha256"] for one in (passage, drawn, again, repeated)}) == 4
+    assert repeated.record()["passage"] == "one id repeated"
     with pytest.raises(ValueError, match="none, random or repeat, got 'shuffle'"):
         control(passage, "shuffle", plain, seed=1)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvprobe.errors import KvprobeError
 from kvprobe.text import passages, texts
-from kvprobe.text.passages import encode, enough, heldout, notices, run_record
+from kvprobe.text.passages import encode, enough, heldout, notices
 from kvprobe.text.texts import BLOCK, check_utf8, read_text
 
 
@@ -64,7 +64,7 @@ def test_an_endless_stream_is_read_as_far_as_needed_and_says_so(endless, letters
     assert (text.text, text.sha256) == ("y\n" * BLOCK, sha256(b"y\n" * BLOCK))
     assert str(text.cut) == "cut: 131,072 bytes of a longer stream"
     passage = encode(letters, text, n_tokens=64)
-    assert run_record(passage)["text_cut"] == {"n_read": n_read, "n_bytes": None}
+    assert passage.record()["text_cut"] == {"n_read": n_read, "n_bytes": None}
     assert notices(passage) == [f"stdin is {text.cut}; the SHA-256 is of those that were read"]
     with pytest.raises(KvprobeError, match=r"stdin is too short: .*\(cut: 131,072 bytes of a longer stream\)"):
         encode(letters, text, n_tokens=2 * BLOCK)

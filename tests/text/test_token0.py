@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvprobe.errors import KvprobeError
 from kvprobe.results.phrases import passage_of
-from kvprobe.text.passages import control, encode, front_of, heldout, notices, run_record, whole
+from kvprobe.text.passages import control, encode, front_of, heldout, notices, whole
 from kvprobe.text.texts import Text
 from support.models import document, write_random
 
@@ -63,8 +63,8 @@ def test_a_text_that_begins_with_the_bos_has_one_whatever_is_asked_for(front, bo
     assert passage.ids.tolist() == [S, THE, TIDE, CAME]
     assert (passage.has_bos, passage.bos_in_text, int(passage.ids[0]), passage.n_front) == (True, True, S, 1)
     assert passage.first_content_id == THE
-    assert run_record(passage).items() >= {"bos": bos, "has_bos": True, "bos_in_text": True}.items()
-    assert "(with BOS, the text's own)" in passage_of(run_record(passage) | {"model": "m"})
+    assert passage.record().items() >= {"bos": bos, "has_bos": True, "bos_in_text": True}.items()
+    assert "(with BOS, the text's own)" in passage_of(passage.record() | {"model": "m"})
     assert notices(passage) == [
         "a.txt begins with a begin-of-sequence mark of its own: none is added, and --bos drop keeps it"
     ]
@@ -77,7 +77,7 @@ def test_a_text_without_a_mark_has_what_the_policy_puts_there():
         assert (passage.has_bos, passage.bos_in_text) == (bool(front), False)
         where = "2, after the one at token 0" if front else "1, and token 0 is not one"
         assert notices(passage) == [f"a.txt holds a begin-of-sequence mark at token {where}"]
-        assert "bos_in_text" not in run_record(passage)
+        assert "bos_in_text" not in passage.record()
 
 
 def test_two_of_the_texts_own_are_two_and_said():
