@@ -20,7 +20,7 @@ from torch import Tensor
 from analyses.common import script, show
 from analyses.timing import compare
 from kvprobe.bench.busy import Watch, cores
-from kvprobe.cells.run_store import config_of
+from kvprobe.cells.run_store import gpt_config
 from kvprobe.decoder.config import DecoderConfig
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result
@@ -46,7 +46,7 @@ def run(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or cores())
     try:
-        config = config_of(n_kv_heads, vocab=28, length=length, n_layers=n_layers, width=width)
+        config = gpt_config(n_kv_heads, vocab=28, length=length, n_layers=n_layers, width=width)
         ids = torch.randint(28, (batch + length + 1,), generator=torch.Generator().manual_seed(0))
         corpus = Corpus("random ids", "", "ids", 28, ids, length=length, n_train=batch, n_valid=1)
         plan = TrainConfig(steps=1, batch=batch)

@@ -36,7 +36,7 @@ UPTRAINED = ("loss_before", "loss_pooled", "uptrain_steps", "loss_after")
 PATIENCE = 2.0  # seconds between looks at a cell that another process is training
 
 
-def config_of(
+def gpt_config(
     n_kv_heads: int, *, vocab: int, length: int = 128, n_layers: int = 6, n_heads: int = 8, width: int = 256
 ) -> DecoderConfig:
     """The published small GPT with ``n_kv_heads`` key/value heads; ValueError if they do not divide the heads."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvprobe.cells.run_store import RunStore, TrainingRun, config_of, finish_all, shape_row
+from kvprobe.cells.run_store import RunStore, TrainingRun, finish_all, gpt_config, shape_row
 from kvprobe.decoder.model import from_hf
 from kvprobe.decoder.pool_kv_heads import pool_kv_heads
 from kvprobe.errors import KvprobeError, Wording
@@ -98,9 +98,9 @@ def cells(
     for seed in seeds:
         plan = replace(protocol.plan, seed=seed)
         size = {"vocab": corpus.vocab, "length": corpus.length, "n_layers": protocol.n_layers, "width": protocol.width}
-        of_seed = [TrainingRun(config_of(n, n_heads=N_HEADS, **size), corpus, plan, device=device) for n in kv_heads]
+        of_seed = [TrainingRun(gpt_config(n, n_heads=N_HEADS, **size), corpus, plan, device=device) for n in kv_heads]
         if uptrain is not None:
-            multi_head = TrainingRun(config_of(N_HEADS, n_heads=N_HEADS, **size), corpus, plan, device=device)
+            multi_head = TrainingRun(gpt_config(N_HEADS, n_heads=N_HEADS, **size), corpus, plan, device=device)
             of_seed = [multi_head, *(multi_head.uptrained(n, steps=_uptrain_steps(uptrain, plan)) for n in kv_heads)]
         runs += of_seed
     for cell in runs:

@@ -13,9 +13,9 @@ from torch import Tensor
 from kvprobe.caches.rolling import RollingCache
 from kvprobe.errors import KvprobeError, Wording
 from kvprobe.files.store import try_lock
-from kvprobe.training.checkpoint import Kind, Snapshot, fingerprint
+from kvprobe.training.checkpoint import CheckpointWords, Snapshot, fingerprint
 
-STREAM = Kind(
+STREAM = CheckpointWords(
     key="kvprobe stream",
     what="state",
     run="stream",
@@ -41,7 +41,7 @@ class StreamProgress:
     """
 
     done: tuple[tuple[Segment, ...], ...] = ()
-    stretches: tuple[Segment, ...] = ()
+    segments: tuple[Segment, ...] = ()
     nll: float = 0.0
     n_scored: int = 0
     length: int = 0
@@ -56,18 +56,18 @@ class StreamProgress:
             return tuple(Segment(**segment) for segment in segments)
 
         done = tuple(these(cell) for cell in fields["done"])
-        return cls(**{**fields, "done": done, "stretches": these(fields["stretches"])})
+        return cls(**{**fields, "done": done, "segments": these(fields["segments"])})
 
     def add(self, first: int, losses: Tensor, *, every: int, n_tokens: int) -> "StreamProgress":
         """With the ``losses`` ``[n]`` of the targets from ``first`` on, cut where a result is due."""
-        nll, n_scored, stretches = self.nll, self.n_scored, [*self.stretches]
+        nll, n_scored, segments = self.nll, self.n_scored, [*self.segments]
         while len(losses):
             end = min(n_tokens, (first // every + 1) * every)
             part, losses = losses[: end - first], losses[end - first :]
             nll, n_scored, first = nll + float(part.sum()), n_scored + len(part), first + len(part)
             if first == end:
-                stretches.append(Segment(end, n_scored, nll))
-        return replace(self, nll=nll, n_scored=n_scored, stretches=tuple(stretches))
+                segments.append(Segment(end, n_scored, nll))
+        return replace(self, nll=nll, n_scored=n_scored, segments=tuple(segments))
 
 
 def identity(record: Mapping[str, Any], input_ids: Tensor, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def identity(record: Mapping[str, Any], input_ids: Tensor, settings: Mapping[str
 class StreamCheckpoint(Snapshot):
     """A file from which a killed stream continues: its progress is what stands there, its cache the tensors."""
 
-    kind: Kind = STREAM
+    words: CheckpointWords = STREAM
 
     @classmethod
     def within(cls, directory: Path, identity: Mapping[str, Any]) -> "StreamCheckpoint":
@@ -103,7 +103,7 @@ class StreamCheckpoint(Snapshot):
 
     def progress(self) -> StreamProgress | None:
         """How far the run was; None if there is no file."""
-        saved = self.standing()
+        saved = self.saved()
         try:
             return None if saved is None else StreamProgress.of(saved)
         except (KeyError, TypeError):

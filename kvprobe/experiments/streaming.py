@@ -135,18 +135,18 @@ def stream(
             last = min(first + chunk, n_tokens - 1)
             skip = max(0, config.score_from - first)
             losses = _losses(decoder, input_ids[first:last], input_ids[first + 1 : last + 1], cache, skip)
-            n_before = len(now.stretches)
+            n_before = len(now.segments)
             now = now.add(first + 1 + skip, losses, every=config.every or n_tokens, n_tokens=n_tokens)
             now = replace(now, length=cache.length, seconds=time.monotonic() - began)
             mean = f", loss {now.nll / now.n_scored:.4f}" if now.n_scored else ""
             progress(f"window {window} + {n_sink} sinks", last + 1, n_tokens, f"tokens{mean}")
-            waited, due = time.monotonic() - saved, len(now.stretches) > n_before
+            waited, due = time.monotonic() - saved, len(now.segments) > n_before
             if state is not None and waited >= max(10 * cost, 0.0 if due else SECONDS_BETWEEN_SAVES):
                 start = time.monotonic()
                 state.save(now, cache)
                 saved = time.monotonic()
                 cost = saved - start
-        now = StreamProgress((*now.done, now.stretches), seconds=now.seconds, resumed=now.resumed)
+        now = StreamProgress((*now.done, now.segments), seconds=now.seconds, resumed=now.resumed)
         if state is not None:
             state.save(now)
     return [*now.done]
@@ -161,9 +161,9 @@ def rows(
     pass they compare with does not exist for a text longer than the model. No family that streams has sink logits.
     """
     table = []
-    for (window, n_sink), stretches in zip(config.cells, results, strict=True):
+    for (window, n_sink), segments in zip(config.cells, results, strict=True):
         before = Segment(0, 0, 0.0)
-        for now in stretches:
+        for now in segments:
             loss = now.nll / now.n_scored
             row = {
                 "window": window,

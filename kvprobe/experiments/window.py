@@ -187,16 +187,16 @@ def stream(
     from kvprobe.probes.windows import describe_local_layers
 
     results = read_stream(decoder, subject.input_ids[0], config, state=state, progress=progress)
-    standing = state.progress()
-    assert standing is not None
+    finished = state.progress()
+    assert finished is not None
     record = run_record(
         subject.record(),
         **asdict(config),
         stream=True,
         sink_choice="first",
         n_targets=subject.passage.n_tokens - 1 - config.score_from,
-        n_resumed=standing.resumed,
-        wall_s=round(standing.seconds, 3),
+        n_resumed=finished.resumed,
+        wall_s=round(finished.seconds, 3),
     )
     local_layers = describe_local_layers(subject.loaded.spec.windows)
     return Result("window", rows(config, results, n_front=subject.passage.n_front, local_layers=local_layers), record)

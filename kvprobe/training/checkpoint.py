@@ -17,7 +17,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class CheckpointWords:
     """What a file is a checkpoint of: ``key`` marks it; the others word an error (``what``: a snapshot of a run)."""
 
     key: str
@@ -27,7 +27,7 @@ class Kind:
     afresh: str
 
 
-TRAINING = Kind(
+TRAINING = CheckpointWords(
     key="kvprobe training",
     what="snapshot",
     run="training run",
@@ -52,24 +52,24 @@ class Snapshot:
 
     path: Path
     identity: Mapping[str, Any] = field(default_factory=dict)
-    kind: Kind = TRAINING
+    words: CheckpointWords = TRAINING
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """The standing and the tensors last given to :meth:`write`; None if there is no file."""
-        standing = self.standing()
-        return None if standing is None else (standing, self.tensors())
+        """What was saved, and the tensors, as last given to :meth:`write`; None if there is no file."""
+        saved = self.saved()
+        return None if saved is None else (saved, self.tensors())
 
-    def standing(self) -> dict[str, Any] | None:
-        """The standing, without reading the tensors."""
+    def saved(self) -> dict[str, Any] | None:
+        """What was saved, without reading the tensors."""
         if not self.path.exists():
             return None
-        there, standing = self._about()
+        there, saved = self._about()
         here = json.loads(json.dumps(dict(self.identity)))
         if differing := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
             differs = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in differing)
-            said = "the {0} {1} belongs to another {2}: {3}; " + self.kind.afresh
-            raise KvprobeError(Wording(said, self.kind.what, self.path.name, self.kind.run, differs))
-        return standing
+            said = "the {0} {1} belongs to another {2}: {3}; " + self.words.afresh
+            raise KvprobeError(Wording(said, self.words.what, self.path.name, self.words.run, differs))
+        return saved
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of an existing file."""
@@ -77,13 +77,14 @@ class Snapshot:
 
         return load_file(self.path)
 
-    def write(self, standing: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def write(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Replace the file."""
         from safetensors.torch import save
 
-        about = {"format": FORMAT, "identity": dict(self.identity), "standing": dict(standing)}
+        # `standing` is the file's own word, and finished models are kept in such files
+        about = {"format": FORMAT, "identity": dict(self.identity), "standing": dict(saved)}
         # a float64 written as JSON reads back as the same bits
-        header = {self.kind.key: json.dumps(about, allow_nan=False)}
+        header = {self.words.key: json.dumps(about, allow_nan=False)}
         data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=header)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,9 +108,9 @@ class Snapshot:
 
     def foreign(self) -> KvprobeError:
         """The error for a file that is not of this kind."""
-        kind = self.kind
-        said = "{0} is not a {1} of a {2} that this version reads: " + kind.hint
-        return KvprobeError(Wording(said, self.path, kind.what, kind.run))
+        words = self.words
+        said = "{0} is not a {1} of a {2} that this version reads: " + words.hint
+        return KvprobeError(Wording(said, self.path, words.what, words.run))
 
     @property
     def _partial(self) -> Path:
@@ -121,7 +122,7 @@ class Snapshot:
 
         try:
             with safe_open(self.path, framework="pt") as file:
-                about = json.loads((file.metadata() or {})[self.kind.key])
+                about = json.loads((file.metadata() or {})[self.words.key])
             if about["format"] == FORMAT:
                 return about["identity"], about["standing"]
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError):

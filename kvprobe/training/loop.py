@@ -159,9 +159,9 @@ def train(
     )
     history, done = History(), 0
     if snapshot is not None and (kept := snapshot.read()) is not None:
-        standing, tensors = kept
+        saved, tensors = kept
         try:
-            history, done = _history(standing), len(standing["train_losses"])
+            history, done = _history(saved), len(saved["train_losses"])
             restore_weights(decoder, tensors)
             if done < plan.steps:
                 _restore_moments(decoder, optimizer, tensors)
@@ -269,10 +269,10 @@ def _restore_moments(decoder: Decoder, optimizer: torch.optim.Optimizer, tensors
         optimizer.state[parameter] = {key: tensors[f"{key}/{name}"].to(parameter.device) for key in keys}
 
 
-def _history(standing: Mapping[str, Any]) -> History:
+def _history(saved: Mapping[str, Any]) -> History:
     return History(
-        validations=tuple(Validation(*validation) for validation in standing["validations"]),
-        train_losses=tuple(standing["train_losses"]),
-        seconds=standing["seconds"],
-        resumed=standing["resumed"] + 1,
+        validations=tuple(Validation(*validation) for validation in saved["validations"]),
+        train_losses=tuple(saved["train_losses"]),
+        seconds=saved["seconds"],
+        resumed=saved["resumed"] + 1,
     )

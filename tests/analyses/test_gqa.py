@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from analyses import gqa as study
 from analyses import train_speed
-from kvprobe.cells.run_store import FORMAT, RunStore, TrainingRun, config_of, finish_all, shape_row
+from kvprobe.cells.run_store import FORMAT, RunStore, TrainingRun, finish_all, gpt_config, shape_row
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments.gqa import sentences
 from kvprobe.experiments.gqa_training import QUICK, Protocol, cells, summary, words_of
@@ -45,7 +45,7 @@ def corpus():
     [(8, 262_144, 2048), (4, 196_608, 1024), (2, 163_840, 512), (1, 147_456, 256)],
 )
 def test_the_module_table_to_the_unit(n_kv_heads, parameters, bytes_a_layer):
-    config = config_of(n_kv_heads, vocab=28)
+    config = gpt_config(n_kv_heads, vocab=28)
     decoder = seeded(config, seed=0)
     attention = decoder.blocks[0].attention
     assert sum(parameter.numel() for parameter in attention.parameters()) == parameters
@@ -64,7 +64,7 @@ def test_the_module_table_to_the_unit(n_kv_heads, parameters, bytes_a_layer):
 
 def test_the_protocol_is_the_published_one():
     protocol = Protocol()
-    config = config_of(8, vocab=len(LETTERS), n_layers=protocol.n_layers, width=protocol.width)
+    config = gpt_config(8, vocab=len(LETTERS), n_layers=protocol.n_layers, width=protocol.width)
     assert (config.n_layers, config.hidden, config.n_heads, config.mlp_width, config.vocab) == (6, 256, 8, 682, 28)
     assert (config.rotary.theta, config.rotary.interleaved) == (1e4, True)
     assert (config.norm, config.activation) == ("rms", "swiglu")
@@ -122,7 +122,7 @@ def test_a_default_that_changes_would_serve_old_cells_as_new_ones():
         "floor": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "clip": None, "validate_every": 100,
         "dtype": "float32", "seed": 0, "skip": 0,
     }  # fmt: skip
-    assert asdict(config_of(8, vocab=28)) == {
+    assert asdict(gpt_config(8, vocab=28)) == {
         "n_layers": 6, "n_heads": 8, "n_kv_heads": 8, "head_dim": 32, "hidden": 256, "mlp_width": 682, "vocab": 28,
         "max_positions": 128, "rotary": {"theta": 1e4, "frequencies": None, "scale": 1.0, "interleaved": True},
         "local_rotary": None, "windows": (), "norm": "rms", "norm_eps": 1e-5, "norm_offset": 0.0, "post_norms": False,
@@ -166,7 +166,7 @@ def test_models_of_one_seed_read_the_same_batches_in_the_same_order(monkeypatch)
             return gradients(decoder, windows, plan)
 
         monkeypatch.setattr(loop, "gradients", watch)
-        train(seeded(config_of(n_kv_heads, vocab=28, length=8, n_layers=1, width=16), seed=4), corpus(), TINY.plan)
+        train(seeded(gpt_config(n_kv_heads, vocab=28, length=8, n_layers=1, width=16), seed=4), corpus(), TINY.plan)
     assert len(read[8]) == TINY.plan.steps
     assert all(torch.equal(one, other) for one, other in zip(read[8], read[1], strict=True))
     assert not torch.equal(read[8][0], read[8][1])
@@ -252,7 +252,7 @@ def test_weights_that_are_not_the_cells_are_not_uptrained(tmp_path):
     store, (whole,) = RunStore(tmp_path), cells(corpus(), TINY, kv_heads=(8,), seeds=(0,))
     store.finish(whole)
     snapshot = Snapshot(tmp_path / f"{whole.name}.safetensors", whole.identity)
-    standing, tensors = snapshot.read()
+    saved, tensors = snapshot.read()
     for changed, words in (
         (
             {name: torch.zeros_like(tensor) for name, tensor in tensors.items()},
@@ -261,13 +261,13 @@ def test_weights_that_are_not_the_cells_are_not_uptrained(tmp_path):
         ({name: tensor[:1] for name, tensor in tensors.items()}, "is not a snapshot of a training run that"),
         ({name: tensor for name, tensor in tensors.items() if "embedding" not in name}, "is not a snapshot of a"),
     ):
-        snapshot.write(standing, changed)
+        snapshot.write(saved, changed)
         with pytest.raises(KvprobeError, match=words):
             store.finish(whole.uptrained(1, steps=1))
 
 
 def test_every_setting_gives_a_cell_a_name_of_its_own():
-    base = TrainingRun(config_of(2, vocab=28, length=8, n_layers=1, width=16), corpus(), TINY.plan)
+    base = TrainingRun(gpt_config(2, vocab=28, length=8, n_layers=1, width=16), corpus(), TINY.plan)
     others = [
         replace(base, config=replace(base.config, n_layers=2)),
         replace(base, plan=replace(base.plan, seed=1)),

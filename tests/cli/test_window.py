@@ -148,9 +148,9 @@ from kvprobe.experiments import stream_checkpoint, streaming
 
 write = stream_checkpoint.StreamCheckpoint.save
 
-def write_and_die(state, standing, cache=None):
-    write(state, standing, cache)
-    if len(standing.stretches) == 2:
+def write_and_die(state, now, cache=None):
+    write(state, now, cache)
+    if len(now.segments) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
 streaming.time = SimpleNamespace(monotonic=lambda: 0.0)

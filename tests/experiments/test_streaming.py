@@ -33,7 +33,7 @@ def losses_of(decoder, ids, **options):
 
 
 def last(results):
-    return [stretches[-1].nll / stretches[-1].n_scored for stretches in results]
+    return [segments[-1].nll / segments[-1].n_scored for segments in results]
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_a_stream_is_the_mask_of_window_at_every_result(family, positions):
     decoder, ids = from_hf(tiny_model(family)), tiny_ids(120)[0]
     sinks = (0, 1, 4)
     config = StreamConfig(windows=(WINDOW,), sinks=sinks, positions=positions, every=25)
-    for n_sink, stretches in zip(sinks, stream(decoder, ids, config), strict=True):
+    for n_sink, segments in zip(sinks, stream(decoder, ids, config), strict=True):
         mask = windowed(window=WINDOW, sinks=range(n_sink), by_slot=positions == "cache")
         expected = losses_of(decoder, ids, attend=mask)
-        assert [(s.at_token, s.n_scored) for s in stretches] == [(25, 24), (50, 49), (75, 74), (100, 99), (120, 119)]
-        for s in stretches:
+        assert [(s.at_token, s.n_scored) for s in segments] == [(25, 24), (50, 49), (75, 74), (100, 99), (120, 119)]
+        for s in segments:
             assert s.nll == pytest.approx(float(expected[: s.n_scored].sum()), abs=1e-4)
 
 
@@ -64,10 +64,10 @@ def test_a_stream_is_the_decoder_fed_token_by_token_in_any_chunks(positions, n_s
         config = StreamConfig(
             windows=(WINDOW,), sinks=(n_sink,), positions=positions, score_from=40, every=60, chunk=chunk
         )
-        ((*stretches,),) = stream(decoder, ids, config)
+        ((*segments,),) = stream(decoder, ids, config)
         # of targets 41 to N - 1; there is none before token 60
-        assert [(s.at_token, s.n_scored) for s in stretches] == [(60, 19), (120, 79), (180, 139), (200, 159)]
-        for s in stretches:
+        assert [(s.at_token, s.n_scored) for s in segments] == [(60, 19), (120, 79), (180, 139), (200, 159)]
+        for s in segments:
             assert s.nll == pytest.approx(float(expected[40 : s.at_token - 1].sum()), abs=1e-4)
 
 
@@ -90,11 +90,11 @@ def test_results_far_beyond_the_models_positions_are_those_of_a_model_with_more(
 
 
 def test_sums_are_cut_where_a_result_is_due():
-    standing = StreamProgress()
+    now = StreamProgress()
     for first, losses in ((1, [1.0, 2.0, 4.0]), (4, [8.0] * 7), (11, [0.5])):
-        standing = standing.add(first, torch.tensor(losses, dtype=torch.float64), every=3, n_tokens=12)
+        now = now.add(first, torch.tensor(losses, dtype=torch.float64), every=3, n_tokens=12)
     # targets 1, 2 | 3, 4, 5 | 6, 7, 8 | 9, 10, 11
-    assert standing.stretches == (Segment(3, 2, 3.0), Segment(6, 5, 23.0), Segment(9, 8, 47.0), Segment(12, 11, 63.5))
+    assert now.segments == (Segment(3, 2, 3.0), Segment(6, 5, 23.0), Segment(9, 8, 47.0), Segment(12, 11, 63.5))
 
 
 def test_rows_hold_the_mean_so_far_and_that_of_the_stretch():
@@ -149,7 +149,7 @@ def run(path, kind=None, step=None):
         Path.replace = lambda *given: (die(), replace(*given))[1]
     progress = die if kind == "chunk" else lambda *_: None
     done = streaming.stream(decoder, ids, SOME, state=state_of(path, SOME, ids), progress=progress)
-    return [[[s.at_token, s.n_scored, s.nll.hex()] for s in stretches] for stretches in done]
+    return [[[s.at_token, s.n_scored, s.nll.hex()] for s in segments] for segments in done]
 
 def killed(*given):
     child = os.fork()
@@ -179,7 +179,7 @@ def test_killed_anywhere_and_resumed_the_losses_are_the_same_bits(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert [len(stretches) for stretches in answer["whole"]] == [4] * 4
+    assert [len(segments) for segments in answer["whole"]] == [4] * 4
     for kind, step, died, left, same, left_after in answer["found"]:
         # the last chunk but few is too near the end to die once more
         assert died[0], (kind, step)
@@ -201,10 +201,10 @@ def test_a_resumed_stream_does_not_begin_again(tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         stream(decoder, ids, SOME, state=state, progress=stop)
-    standing = state.progress()
-    assert standing.done == (expected[0],)
+    now = state.progress()
+    assert now.done == (expected[0],)
     # of the results every 50 tokens the fourth, after 29 chunks of 7; the fifth was about to be saved
-    assert (standing.stretches, standing.length) == (expected[1][:4], 203)
+    assert (now.segments, now.length) == (expected[1][:4], 203)
     assert stream(decoder, ids, SOME, state=state, progress=lambda *given: told.append(given)) == expected
     assert told[0][:2] == ("window 8 + 3 sinks", 203 + 8)
     finished = state.progress()
@@ -235,7 +235,7 @@ def test_a_state_is_saved_each_30_s_and_at_results_unless_that_took_a_tenth(
         nonlocal now, read
         now, read = now + 10, read + 1
 
-    def save(state, standing, cache=None):
+    def save(state, _progress, cache=None):
         nonlocal now
         now += save_s
         if cache is not None:

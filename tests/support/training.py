@@ -2,11 +2,11 @@
 
 import torch
 
-from kvprobe.cells.run_store import config_of
+from kvprobe.cells.run_store import gpt_config
 from kvprobe.text.corpus import Corpus
 from kvprobe.training.loop import TrainConfig
 
-CONFIG = config_of(2, vocab=11, length=8, n_layers=2, n_heads=4, width=16)
+CONFIG = gpt_config(2, vocab=11, length=8, n_layers=2, n_heads=4, width=16)
 PLAN = TrainConfig(steps=7, batch=6, micro_batch=4, validate_every=3, seed=1)
 
 

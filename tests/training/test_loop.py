@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kvprobe.attention.call import AttentionCall
-from kvprobe.cells.run_store import config_of
+from kvprobe.cells.run_store import gpt_config
 from kvprobe.errors import KvprobeError
 from kvprobe.text.corpus import Corpus
 from kvprobe.training import loop
@@ -175,7 +175,7 @@ def test_the_rate_rises_and_stays_or_falls_on_a_cosine():
 
 
 def test_as_many_kv_heads_as_heads_is_multi_head_attention_to_the_bit():
-    config = config_of(4, vocab=11, length=8, n_layers=2, n_heads=4, width=16)
+    config = gpt_config(4, vocab=11, length=8, n_layers=2, n_heads=4, width=16)
     decoder, windows = seeded(config, seed=0), corpus().train_batch(0, batch=4, seed=0)
 
     def multi_head(call):

@@ -79,14 +79,14 @@ def _stream(model: str, options: dict[str, Any]) -> None:
         state.remove()
 
 
-def _where(standing: "StreamProgress | None", config: "StreamConfig", n_tokens: int) -> str | None:
+def _where(now: "StreamProgress | None", config: "StreamConfig", n_tokens: int) -> str | None:
     """Where a run is, in words; None if it has done nothing."""
-    if standing is None or not (standing.done or standing.length):
+    if now is None or not (now.done or now.length):
         return None
-    if len(standing.done) == len(config.cells):
+    if len(now.done) == len(config.cells):
         return "at the end: the result is there"
-    window, n_sink = config.cells[len(standing.done)]
-    return f"window {window} + {n_sink} sinks at token {standing.length:,} of {n_tokens:,}"
+    window, n_sink = config.cells[len(now.done)]
+    return f"window {window} + {n_sink} sinks at token {now.length:,} of {n_tokens:,}"
 
 
 command = command_of(
