@@ -18,11 +18,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvprobe.attention.arguments import read_call
-from kvprobe.attention.call import AttentionCall, Turn
+from kvprobe.attention.call import Attend, AttentionCall, Turn
 from kvprobe.attention.layers import attention_modules, configs_of, decoder_of, entrances, family_of
 from kvprobe.errors import KvprobeError, NotIntercepted, UnsupportedModelError
-
-Attend = Callable[[AttentionCall], Tensor]
 
 NAME = "kvprobe"
 # families without an sdpa of their own that read a boolean mask rightly; others get the additive one that they know

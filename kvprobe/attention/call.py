@@ -318,5 +318,9 @@ class AttentionCall:
         return (grouped @ self.value[:, :, :keys]).view(batch, n_heads, rows, -1)
 
 
+Attend = Callable[[AttentionCall], Tensor]
+"""What stands in for attention: of a call, the output ``[batch, n_heads, q_len, v_head_dim]``."""
+
+
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap

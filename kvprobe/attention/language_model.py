@@ -9,18 +9,15 @@ A probe that only watches is one function, called for each layer: :func:`observe
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.call import Attend, AttentionCall
 from kvprobe.attention.rope import Rope
 from kvprobe.errors import NotIntercepted, UnsupportedModelError
 from kvprobe.shape.spec import Spec
-
-if TYPE_CHECKING:
-    from kvprobe.attention.blocks import Attend
 
 
 class LanguageModel(Protocol):
@@ -45,7 +42,7 @@ class LanguageModel(Protocol):
     def layers(self) -> Mapping[int, str]:
         """Layer index → class name of the modules that hold keys and values."""
 
-    def body(self, ids: Tensor, *, attend: "Attend | None" = None, **inputs: Any) -> Tensor:
+    def body(self, ids: Tensor, *, attend: Attend | None = None, **inputs: Any) -> Tensor:
         """Hidden states after the last norm, ``[batch, length, hidden]``, of ``ids`` ``[batch, length]``.
 
         ``attend`` stands in for attention in every layer; ``inputs`` go to the model. No cache is read or filled.
@@ -106,7 +103,7 @@ class HFModel:
 
         return attention_layers(self._model)
 
-    def body(self, ids: Tensor, *, attend: "Attend | None" = None, **inputs: Any) -> Tensor:
+    def body(self, ids: Tensor, *, attend: Attend | None = None, **inputs: Any) -> Tensor:
         """As :class:`LanguageModel` says; raises as :func:`kvprobe.attention.seam.attending` does.
 
         Raises UnsupportedModelError for an input that only a decoder honours, such as a cache of kvprobe's own.
@@ -166,7 +163,7 @@ class OwnModel:
         """As :class:`LanguageModel` says: all of them."""
         return dict.fromkeys(range(self._decoder.config.n_layers), "Attention")
 
-    def body(self, ids: Tensor, *, attend: "Attend | None" = None, **inputs: Any) -> Tensor:
+    def body(self, ids: Tensor, *, attend: Attend | None = None, **inputs: Any) -> Tensor:
         """As :class:`LanguageModel` says; ``inputs`` as of :meth:`Decoder.body`."""
         return self._decoder.body(ids, attend=attend or AttentionCall.attend, **inputs)
 

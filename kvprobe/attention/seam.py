@@ -16,12 +16,12 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from kvprobe.attention.blocks import Attend, intercepting
-from kvprobe.attention.call import AttentionCall, Turn
+from kvprobe.attention.blocks import intercepting
+from kvprobe.attention.call import Attend, Turn
 from kvprobe.attention.layers import family_of
 from kvprobe.attention.rope_finding import rope_of
 
-__all__ = ["Attend", "AttentionCall", "attending", "family_of", "rope_of"]
+__all__ = ["attending", "family_of", "rope_of"]
 
 
 @contextmanager

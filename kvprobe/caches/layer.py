@@ -2,8 +2,8 @@
 
 One pass over ``q_len`` new tokens is ``begin``, ``attend`` once a layer, ``end``:
 
-    cache.begin(batch, q_len)                            # refuses what does not fit; nothing has been written yet
-    output = cache.layers[layer].attend(call, attend)    # the call holds the new tokens' query, key and value alone
+    cache.begin(batch, q_len)                               # refuses what does not fit; nothing has been written yet
+    output = cache.layers[layer].attend(call, then=attend)  # the call holds the new tokens' query, key and value alone
     cache.end()
 
 An *index* counts the tokens that a row was fed, from 0, left padding included. A new kind is a file like
@@ -17,11 +17,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.call import Attend, AttentionCall
 from kvprobe.attention.rope import Rope
 from kvprobe.shape.layers import Layer
-
-Attend = Callable[[AttentionCall], Tensor]
 
 
 @dataclass(eq=False)

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvprobe.attention.call import AttentionCall
-from kvprobe.caches.layer import Attend, KVCache
+from kvprobe.attention.call import Attend, AttentionCall
+from kvprobe.caches.layer import KVCache
 from kvprobe.decoder.linear import widening
 from kvprobe.decoder.model import Decoder
 

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.call import Attend, AttentionCall
 from kvprobe.attention.masks import keep_by_index
 from kvprobe.caches import registry
 from kvprobe.caches.full import FullCache
-from kvprobe.caches.layer import Attend, KVCache, Place
+from kvprobe.caches.layer import KVCache, Place
 from kvprobe.caches.rolling import RollingCache
 from kvprobe.decoder.config import DecoderConfig, Rotary
 from kvprobe.decoder.weights import config_of, load_weights
@@ -122,7 +122,7 @@ class Attention(nn.Module):
             mask=now.keep(self.layer),
             turn=None if rope is None else rope.turn,
         )
-        output = now.attend(call) if now.cache is None else now.cache.layers[self.layer].attend(call, now.attend)
+        output = now.attend(call) if now.cache is None else now.cache.layers[self.layer].attend(call, then=now.attend)
         wanted = (*query.shape[:3], value.shape[-1])
         if output.shape != wanted:
             raise ValueError(

@@ -10,8 +10,8 @@ buffers, so the two can alternate. The choice times nothing: the same command gi
 
 from typing import Literal, get_args
 
-from kvprobe.attention.call import AttentionCall
-from kvprobe.caches.layer import Attend, KVCache
+from kvprobe.attention.call import Attend, AttentionCall
+from kvprobe.caches.layer import KVCache
 from kvprobe.decoder.engine import Engine, TorchEngine
 from kvprobe.decoder.model import Decoder
 from kvprobe.errors import Wording

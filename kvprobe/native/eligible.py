@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
+from kvprobe.attention.call import Attend
 from kvprobe.caches.full import FullCache
 from kvprobe.caches.layer import Attend, KVCache
 from kvprobe.caches.rolling import RollingCache

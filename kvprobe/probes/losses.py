@@ -7,16 +7,14 @@ targets 513 to 1023.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvprobe.attention.call import Attend
 from kvprobe.errors import KvprobeError, UnsupportedModelError, Wording
-
-if TYPE_CHECKING:
-    from kvprobe.attention.seam import Attend
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def token_losses(
     input_ids: Tensor,
     *,
     score_from: int,
-    attend: "Attend | None" = None,
+    attend: Attend | None = None,
     chunk: int = 256,
 ) -> Tensor:
     """Loss of every target after ``score_from``, in nat, from one forward; ``attend`` goes through the seam.
@@ -72,7 +70,7 @@ def token_losses(
 
 @torch.no_grad()
 def scored_pass(
-    model: Any, ids: Tensor, *, score_from: int, attend: "Attend | None" = None, chunk: int = 256
+    model: Any, ids: Tensor, *, score_from: int, attend: Attend | None = None, chunk: int = 256
 ) -> tuple[Tensor, Tensor]:
     """The hidden states ``[batch, n_targets, hidden]`` that predict the targets, and :func:`token_losses`, by row.
 

@@ -11,12 +11,12 @@ all ranks share.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.call import Attend, AttentionCall
 from kvprobe.attention.language_model import observe
 from kvprobe.errors import KvprobeError, Wording
 from kvprobe.probes.losses import check_score_from, default_block_length, loss_fields, token_losses
@@ -44,9 +44,6 @@ from kvprobe.probes.lowrank import (
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
 
-if TYPE_CHECKING:
-    from kvprobe.attention.seam import Attend
-
 BasisKind = Literal["oracle", "prefix", "heldout"]
 Allocation = Literal["uniform", "energy"]
 
@@ -60,7 +57,7 @@ def truncating(
     center: bool = False,
     energy: dict[int, float] | None = None,
     known: dict[int, tuple[Tensor, Tensor]] | None = None,
-) -> "Attend":
+) -> Attend:
     """Attention that reads keys and values cut to ``ranks[layer]``, for ``attending(model, ...)``.
 
     ``bases`` are those of :func:`fit_layers`; without them each layer's basis is fitted to the very matrix that it

@@ -3,17 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.call import Attend, AttentionCall
 from kvprobe.attention.masks import window_keep
 from kvprobe.errors import Wording
-
-if TYPE_CHECKING:
-    from kvprobe.attention.seam import Attend
 
 Sinks = Sequence[int] | Mapping[int, Sequence[int]]
 """Positions of the tokens kept as sinks, in order: one choice for all layers, or one by layer."""
@@ -22,7 +18,7 @@ Sinks = Sequence[int] | Mapping[int, Sequence[int]]
 BLOCK = 128
 
 
-def windowed(*, window: int, sinks: Sinks = (), by_slot: bool = False) -> "Attend":
+def windowed(*, window: int, sinks: Sinks = (), by_slot: bool = False) -> Attend:
     """Attention in which each query sees the last ``window`` keys, itself included, and the ``sinks``.
 
     For ``attending(model, ...)`` over whole passes. ``by_slot``: the sinks are seen from the distance between slots

@@ -14,20 +14,18 @@ A window counts the query itself; sinks are in addition to it.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from kvprobe.attention.call import Attend
 from kvprobe.attention.language_model import LanguageModel, language_model, observe
 from kvprobe.errors import KvprobeError, UnsupportedModelError, Wording
 from kvprobe.probes.losses import check_finite, check_score_from, hidden_losses, loss_fields, token_losses
 from kvprobe.probes.window_attention import Sinks, check_window, windowed
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
-
-if TYPE_CHECKING:
-    from kvprobe.attention.seam import Attend
 
 Positions = Literal["absolute", "cache", "recompute"]
 SinkChoice = Literal["first", "bos", "random", "heaviest"]
@@ -43,7 +41,7 @@ def recompute_losses(
     window: int,
     score_from: int,
     n_front: int = 0,
-    attend: "Attend | None" = None,
+    attend: Attend | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> Tensor:
@@ -82,7 +80,7 @@ def recompute_losses(
     return torch.cat(parts)
 
 
-def _last_losses(model: LanguageModel, ids: Tensor, targets: Tensor, attend: "Attend | None") -> Tensor:
+def _last_losses(model: LanguageModel, ids: Tensor, targets: Tensor, attend: Attend | None) -> Tensor:
     """Losses ``[rows]`` of ``targets`` ``[rows, 1]``, each after the last of its row of ``ids`` ``[rows, length]``."""
     return hidden_losses(model.logits, model.body(ids, attend=attend)[:, -1:], targets)[:, 0]
 
@@ -297,7 +295,7 @@ def _held(length: int, window: int, sinks: Sinks) -> int:
     return recent + max(sum(position < length - recent for position in chosen) for chosen in layers)
 
 
-def _without_sink_logits(attend: "Attend") -> "Attend":
+def _without_sink_logits(attend: Attend) -> Attend:
     return lambda call: attend(replace(call, sink_logits=None))
 
 
