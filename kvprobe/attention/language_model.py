@@ -109,7 +109,7 @@ class HFModel:
         Raises UnsupportedModelError for an input that only a decoder honours, such as a cache of kvprobe's own.
         """
         # families take any keyword, and most would ignore these without a word
-        if ours := [name for name in ("cache", "pads", "positions") if name in inputs]:
+        if ours := [name for name in ("cache", "left_pad", "positions") if name in inputs]:
             raise UnsupportedModelError(
                 f"family {self.family}: {ours[0]} is an input of kvprobe's own decoder; convert the model first "
                 "(kvprobe.decoder.model.from_hf)"

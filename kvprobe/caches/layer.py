@@ -27,7 +27,7 @@ class Past:
     """What the layers of one cache share: how far each row is, and the pass under way.
 
     ``lengths`` are the tokens that each row holds, ``peaks`` the most that it ever held since the last reset, ``sure``
-    those that will not be taken back. ``pads`` ``[batch]`` is the left padding of each row, if any; ``q_len`` the
+    those that will not be taken back. ``left_pad`` ``[batch]`` is the left padding of each row, if any; ``q_len`` the
     tokens announced; ``base`` what positions are counted from; ``keeps`` the masks of this pass, made once for layers
     that are alike.
     """
@@ -36,7 +36,7 @@ class Past:
     peaks: list[int]
     sure: list[int]
     device: torch.device | str
-    pads: Tensor | None = None
+    left_pad: Tensor | None = None
     q_len: int = 0
     base: int = 0
     keeps: dict[object, Tensor | None] = field(default_factory=dict)
@@ -137,8 +137,8 @@ class KVCache:
     """The layers of a decoder's cache, from ``layer(shape, past)`` of each, and one row length each.
 
     ``window`` is how many last tokens are seen, None for all; ``n_sink`` how many first ones beside. ``unbounded``
-    caches have no last position. ``pads`` is set before the first token. Up to ``headroom`` tokens a row can be taken
-    back where the kind would otherwise have forgotten what they pushed out.
+    caches have no last position. ``left_pad`` is set before the first token. Up to ``headroom`` tokens a row can be
+    taken back where the kind would otherwise have forgotten what they pushed out.
     """
 
     window: int | None = None
@@ -185,13 +185,13 @@ class KVCache:
         return self.past.alike
 
     @property
-    def pads(self) -> Tensor | None:
+    def left_pad(self) -> Tensor | None:
         """The left padding of each row, int ``[batch]``, or None."""
-        return self.past.pads
+        return self.past.left_pad
 
-    @pads.setter
-    def pads(self, pads: Tensor | None) -> None:
-        self.past.pads = pads
+    @left_pad.setter
+    def left_pad(self, left_pad: Tensor | None) -> None:
+        self.past.left_pad = left_pad
 
     @property
     def nbytes(self) -> int:
@@ -210,7 +210,7 @@ class KVCache:
                 tensor.zero_()
         past = self.past
         past.lengths, past.peaks, past.sure = [0] * self.batch, [0] * self.batch, [0] * self.batch
-        past.pads, past.q_len, past.base = None, 0, 0
+        past.left_pad, past.q_len, past.base = None, 0, 0
         past.keeps.clear()
 
     def begin(self, batch: int, q_len: int) -> None:
@@ -227,10 +227,12 @@ class KVCache:
         """Raise ValueError if ``q_len`` more tokens for each of ``batch`` rows cannot be taken."""
         if batch != self.batch:
             raise ValueError(f"the cache was made for a batch of {self.batch}, got {batch}")
-        if self.pads is not None:
-            whole = isinstance(self.pads, Tensor) and self.pads.dtype in (torch.int64, torch.int32)
-            if not whole or self.pads.shape != (batch,) or int(self.pads.min()) < 0:
-                raise ValueError(f"pads must be {batch} whole numbers, the left padding of each row, got {self.pads}")
+        if self.left_pad is not None:
+            whole = isinstance(self.left_pad, Tensor) and self.left_pad.dtype in (torch.int64, torch.int32)
+            if not whole or self.left_pad.shape != (batch,) or int(self.left_pad.min()) < 0:
+                raise ValueError(
+                    f"left_pad must be {batch} whole numbers, the left padding of each row, got {self.left_pad}"
+                )
 
     def end(self) -> None:
         """Count the announced tokens as seen."""
@@ -247,8 +249,8 @@ class KVCache:
         Under left padding it is cumsum(mask) − 1; padding itself gets 0.
         """
         places = self.past.queries(q_len)
-        if self.pads is not None:
-            places = (places - self.pads[:, None]).clamp(min=0)
+        if self.left_pad is not None:
+            places = (places - self.left_pad[:, None]).clamp(min=0)
         return places - self.past.base
 
     def truncate(self, lengths: Sequence[int] | Tensor) -> None:
@@ -281,20 +283,20 @@ class KVCache:
         held = {
             f"{i}.{name}": tensor for i, layer in enumerate(self.layers) for name, tensor in layer.tensors().items()
         }
-        return numbers | held | ({} if past.pads is None else {"pads": past.pads})
+        return numbers | held | ({} if past.left_pad is None else {"left_pad": past.left_pad})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Be as the cache of the same make was whose :meth:`state` this is. Raises ValueError for another's."""
         self.reset()
         own, past = self.state(), self.past
-        theirs = {name: tensor.shape for name, tensor in state.items() if name != "pads"}
+        theirs = {name: tensor.shape for name, tensor in state.items() if name != "left_pad"}
         if theirs != {name: tensor.shape for name, tensor in own.items()}:
             raise ValueError("the state is of a cache of another make")
         for name, tensor in own.items():
             tensor.copy_(state[name])
         past.lengths, past.peaks, past.sure = own["rows"].tolist()
         past.base = int(own["base"])
-        past.pads = state["pads"].to(past.device) if "pads" in state else None
+        past.left_pad = state["left_pad"].to(past.device) if "left_pad" in state else None
 
     def buffers(self) -> tuple[Buffers, ...]:
         """What compiled code reads and writes, one a layer; it does so between :meth:`begin` and :meth:`end`."""

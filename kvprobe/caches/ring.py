@@ -103,13 +103,13 @@ class RingLayer(CacheLayer):
 
     @property
     def _by_row(self) -> bool:
-        return not self.past.alike or (self.n_sink > 0 and self.past.pads is not None)
+        return not self.past.alike or (self.n_sink > 0 and self.past.left_pad is not None)
 
     def _origins(self) -> list[int]:
         """The index of each row's first token to be stored: with sinks, its padding is left out."""
-        if self.n_sink == 0 or self.past.pads is None:
+        if self.n_sink == 0 or self.past.left_pad is None:
             return [0] * len(self.past.lengths)
-        return self.past.pads.tolist()
+        return self.past.left_pad.tolist()
 
     def _starts(self) -> list[int]:
         """How many tokens each row has stored; below 0 within its padding."""
@@ -128,9 +128,13 @@ class RingLayer(CacheLayer):
         in_reach = all(end <= reach for reach in (window, local) if reach is not None)
         only_seen = q_len == 1 and (window is None or self.ring <= window)
         only_seen = only_seen and (local is None or (self.n_sink == 0 and self.ring <= local))
-        if not self._by_row and past.pads is None and (only_seen or (in_reach and (past.length == 0 or q_len == 1))):
+        if (
+            not self._by_row
+            and past.left_pad is None
+            and (only_seen or (in_reach and (past.length == 0 or q_len == 1)))
+        ):
             return None
-        first = past.pads
+        first = past.left_pad
         if first is None and self._by_row:
             first = torch.zeros(len(past.lengths), dtype=torch.int64, device=past.device)
         return keep_by_index(

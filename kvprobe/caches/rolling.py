@@ -169,8 +169,8 @@ class RollingCache(KVCache):
         """As in :class:`KVCache`; for ``"cache"``, from time to time, the ring is counted from a later base."""
         super().begin(batch, q_len)
         past, slots = self.past, self.n_sink + self.window
-        pads = [0] * self.batch if self.pads is None else self.pads.tolist()
-        sure = min(length - pad for length, pad in zip(past.sure, pads, strict=True))
+        left_pad = [0] * self.batch if self.left_pad is None else self.left_pad.tolist()
+        sure = min(length - pad for length, pad in zip(past.sure, left_pad, strict=True))
         if self._ropes and sure - past.base >= 2 * slots:
             # Only distances matter: turn the ring back, once in `slots` tokens, so that positions stay small. At a
             # million radians a float32 angle is off by 0.03.

@@ -34,11 +34,11 @@ class Engine(Protocol):
     def ready(self, n_prompt: int = 0) -> None:
         """Get ready now, rather than at first use, for a prompt of ``n_prompt`` tokens a row and for decoding."""
 
-    def prefill(self, ids: Tensor, *, pads: Tensor | None = None, chunk: int | None = None) -> Tensor:
+    def prefill(self, ids: Tensor, *, left_pad: Tensor | None = None, chunk: int | None = None) -> Tensor:
         """Feed a prompt ``[batch, length]`` after what the cache holds; the logits after it, ``[batch, vocab]``.
 
         ``chunk`` is the most tokens at once (default: all, or as many as the window of a rolling cache, so that memory
-        does not grow with the prompt); the result is the same in any chunks. ``pads`` int ``[batch]`` is the left
+        does not grow with the prompt); the result is the same in any chunks. ``left_pad`` int ``[batch]`` is the left
         padding of each row, for a cache that is still empty. Raises ValueError, before anything is written, if the
         cache or the model's positions do not suffice.
         """
@@ -71,7 +71,7 @@ class TorchEngine:
         """As :class:`Engine` says: there is nothing to prepare."""
 
     @torch.no_grad()
-    def prefill(self, ids: Tensor, *, pads: Tensor | None = None, chunk: int | None = None) -> Tensor:
+    def prefill(self, ids: Tensor, *, left_pad: Tensor | None = None, chunk: int | None = None) -> Tensor:
         """As :class:`Engine` says."""
         cache = self.cache
         chunk = (cache.window or ids.shape[1]) if chunk is None else chunk
@@ -79,13 +79,13 @@ class TorchEngine:
             raise ValueError(f"chunk must be at least 1 token, got {chunk}")
         if ids.shape[1] < 1:
             raise ValueError("the prompt has no tokens: there is nothing to continue")
-        if pads is not None:
+        if left_pad is not None:
             if cache.length:
                 raise ValueError(f"padding comes first, but the cache already holds {cache.length} tokens")
-            cache.pads = pads
+            cache.left_pad = left_pad
         cache.check(*ids.shape)
-        if cache.pads is not None and int(cache.pads.max()) >= cache.length + ids.shape[1]:
-            raise ValueError(f"a row is only padding: {cache.pads.tolist()} of {ids.shape[1]} tokens")
+        if cache.left_pad is not None and int(cache.left_pad.max()) >= cache.length + ids.shape[1]:
+            raise ValueError(f"a row is only padding: {cache.left_pad.tolist()} of {ids.shape[1]} tokens")
         for part in ids.split(chunk, dim=1):
             x = self._read(part)
         return self.decoder.logits(x)
@@ -106,9 +106,9 @@ class TorchEngine:
 
 
 @torch.no_grad()
-def reread(decoder: Decoder, ids: Tensor, pads: Tensor | None = None) -> Tensor:
+def reread(decoder: Decoder, ids: Tensor, left_pad: Tensor | None = None) -> Tensor:
     """The logits after ``ids`` ``[batch, length]`` without a cache, everything read again: ``[batch, vocab]``."""
-    return decoder.logits(decoder.body(ids, pads=pads)[:, -1])
+    return decoder.logits(decoder.body(ids, left_pad=left_pad)[:, -1])
 
 
 @contextmanager

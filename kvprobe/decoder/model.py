@@ -34,7 +34,7 @@ class _Pass:
     config: DecoderConfig
     q_len: int
     positions: Tensor
-    pads: Tensor | None
+    left_pad: Tensor | None
     cache: KVCache | None
     attend: Attend
     angles: dict[Rotary, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class _Pass:
         faster.
         """
         local = self.config.windows[layer] if self.config.windows else None
-        if self.cache is not None or (self.pads is None and (local is None or self.q_len <= local)):
+        if self.cache is not None or (self.left_pad is None and (local is None or self.q_len <= local)):
             return None
         if local not in self.keeps:
             index = torch.arange(self.q_len, device=self.positions.device)
-            self.keeps[local] = keep_by_index(index, index, local=local, first=self.pads)
+            self.keeps[local] = keep_by_index(index, index, local=local, first=self.left_pad)
         return self.keeps[local]
 
 
@@ -193,25 +193,25 @@ class Decoder(nn.Module):
         ids: Tensor,
         *,
         cache: KVCache | None = None,
-        pads: Tensor | None = None,
+        left_pad: Tensor | None = None,
         positions: Tensor | None = None,
         attend: Attend = AttentionCall.attend,
     ) -> Tensor:
         """Logits ``[batch, q_len, vocab]`` of the token after each of ``ids`` ``[batch, q_len]``.
 
-        With a ``cache`` the ids continue what it holds. ``pads`` int ``[batch]`` is the left padding of each row; a
+        With a ``cache`` the ids continue what it holds. ``left_pad`` int ``[batch]`` is the left padding of each row; a
         cache keeps its own. ``positions`` ``[q_len]`` or ``[batch, q_len]`` replace the right ones, for experiments.
         ``attend`` stands in for attention in every layer. Raises ValueError beyond the model's positions, and where
         the cache is too small.
         """
-        return self.logits(self.body(ids, cache=cache, pads=pads, positions=positions, attend=attend))
+        return self.logits(self.body(ids, cache=cache, left_pad=left_pad, positions=positions, attend=attend))
 
     def body(
         self,
         ids: Tensor,
         *,
         cache: KVCache | None = None,
-        pads: Tensor | None = None,
+        left_pad: Tensor | None = None,
         positions: Tensor | None = None,
         attend: Attend = AttentionCall.attend,
     ) -> Tensor:
@@ -219,23 +219,25 @@ class Decoder(nn.Module):
         batch, q_len = ids.shape
         past = 0
         if cache is not None:
-            if pads is not None:
-                raise ValueError("with a cache the padding is the cache's own: set cache.pads before the first token")
-            past, pads = cache.length, cache.pads
+            if left_pad is not None:
+                raise ValueError(
+                    "with a cache the padding is the cache's own: set cache.left_pad before the first token"
+                )
+            past, left_pad = cache.length, cache.left_pad
         self.check_length(past + q_len, cache)
         if cache is not None:
             cache.begin(batch, q_len)
         if positions is None:
             positions = torch.arange(q_len, device=ids.device) if cache is None else cache.positions(q_len)
-            if cache is None and pads is not None:
-                positions = (positions - pads[:, None]).clamp(min=0)
+            if cache is None and left_pad is not None:
+                positions = (positions - left_pad[:, None]).clamp(min=0)
         x = self.embedding(ids)
         if self.config.embedding_scale != 1:
             # rounded to the weights' dtype, as Gemma was trained
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()
         if self.config.rotary is None:
             x = x + self.position(positions)
-        now = _Pass(self.config, q_len, positions, pads, cache, attend)
+        now = _Pass(self.config, q_len, positions, left_pad, cache, attend)
         for block in self.blocks:
             x = block(x, now)
         if cache is not None:

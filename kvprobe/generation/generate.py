@@ -150,7 +150,7 @@ def stream(
     """
     sampling = sampling or Sampling()
     needed = tokens_fed(prompts, max_new_tokens)
-    ids, pads = left_padded(prompts, device=decoder.embedding.weight.device)
+    ids, left_pad = left_padded(prompts, device=decoder.embedding.weight.device)
     decoder.check_length(needed, cache)
     if not isinstance(engine, str) and cache is not None and engine.cache is not cache:
         raise ValueError("the engine was made for another cache")
@@ -162,7 +162,7 @@ def stream(
         cache = decoder.full_cache(needed, batch=len(prompts))
     if cache is not None:
         cache.reset()
-        cache.pads = pads
+        cache.left_pad = left_pad
         try:
             cache.check(len(prompts), needed)
             if isinstance(engine, str):
@@ -175,7 +175,7 @@ def stream(
             cache.reset()
             raise
     ours = None if cache is None or isinstance(engine, str) else engine
-    return _steps(decoder, ids, pads, max_new_tokens, sampling, seed, frozenset(eos), chunk, ours)
+    return _steps(decoder, ids, left_pad, max_new_tokens, sampling, seed, frozenset(eos), chunk, ours)
 
 
 def generate(
@@ -216,15 +216,15 @@ def left_padded(
     The padding is None if all are of one length. Which id pads a row does not matter: nothing ever sees it.
     """
     length = tokens_fed(prompts, 1)
-    pads = [length - len(prompt) for prompt in prompts]
-    ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)], device=device)
-    return ids, torch.tensor(pads, device=device) if any(pads) else None
+    left_pad = [length - len(prompt) for prompt in prompts]
+    ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(left_pad, prompts, strict=True)], device=device)
+    return ids, torch.tensor(left_pad, device=device) if any(left_pad) else None
 
 
 def _steps(
     decoder: Decoder,
     ids: Tensor,
-    pads: Tensor | None,
+    left_pad: Tensor | None,
     max_new_tokens: int,
     sampling: Sampling,
     seed: int,
@@ -239,7 +239,7 @@ def _steps(
         started = clock()
         if engine is None:
             ids = ids if token is None else torch.cat([ids, token[:, None]], dim=1)
-            logits = reread(decoder, ids, pads)
+            logits = reread(decoder, ids, left_pad)
         elif token is None:
             logits = engine.prefill(ids, chunk=chunk)
         else:

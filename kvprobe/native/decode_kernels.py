@@ -44,7 +44,7 @@ STORE, ADD, GELU, SILU, CAP = range(5)
 # What all pieces share: int64 [TABLE], addresses and numbers.
 (
     PLAN, SCRATCH, SCRATCH_BYTES, WEIGHT_BYTES, CACHE_BYTES, IS_LAYER_NORM, HIDDEN, N_HEADS,
-    N_KV_HEADS, HEAD_DIM, N_SINK, LAYERS, NUMBERS, LENGTH, LAG, QKV, MAX_ROWS, BATCH, PADS, PARTS, PART_SLOTS,
+    N_KV_HEADS, HEAD_DIM, N_SINK, LAYERS, NUMBERS, LENGTH, LAG, QKV, MAX_ROWS, BATCH, LEFT_PAD, PARTS, PART_SLOTS,
     PARTIAL, TABLE,
 ) = range(4, 27)  # fmt: skip
 # One layer: int64 [LAYER_ROW]. `ANGLES`: float32 [batch, 2, head_dim / 2], cosines and sines; `LAG_ANGLES`: of one.
@@ -196,7 +196,7 @@ def _attend(piece: Any, table: Any, scores: int, zero: Any) -> None:
         # a ring no longer than the local window holds nothing too old; then only sinks can be
         first = max(0, min(length + 1 - n_local, n_sink if slots - n_sink <= n_local else length))
     # left padding is never seen: the first slots, as long as the cache holds every token
-    pad = at(table[PADS], _WORD)[piece[SEQUENCE]]
+    pad = at(table[LEFT_PAD], _WORD)[piece[SEQUENCE]]
     if length < slots:
         first = max(first, pad)
     start = first + (used - first) * piece[PART] // parts

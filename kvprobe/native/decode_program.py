@@ -62,8 +62,10 @@ class NumbaStep:
             raise ValueError(f"{count} below {vocab} expected, got {token.tolist()}")
         length = cache.length
         cache.check(cache.batch, 1)
-        if cache.pads is not None and int(cache.pads.max()) > length:
-            raise ValueError(f"a row is still in its padding ({cache.pads.tolist()} at {length} tokens): prefill it")
+        if cache.left_pad is not None and int(cache.left_pad.max()) > length:
+            raise ValueError(
+                f"a row is still in its padding ({cache.left_pad.tolist()} at {length} tokens): prefill it"
+            )
         decoder.check_length(length + 1, cache)
         cache.begin(cache.batch, 1)
         self._pool.finish()
@@ -94,7 +96,7 @@ class DecodeProgram(Program):
         self.logits = self._rows(config.vocab)
         # of the matrices that read one vector, where they are stored by inputs: [parts, batch, outputs] of each
         self.parts_of_inputs = arena.floats(0)
-        self.pads = arena.words(batch)
+        self.left_pad = arena.words(batch)
         slots = max(held.keys.shape[2] for held in cache.buffers())
         self.parts = -(-ATTENTION_PIECES // (batch * config.n_kv_heads))
         partial = arena.floats(batch * config.n_heads * self.parts * (config.head_dim + 2))
@@ -125,7 +127,7 @@ class DecodeProgram(Program):
             k.QKV: self.qkv.data_ptr(),
             k.MAX_ROWS: max_rows,
             k.BATCH: batch,
-            k.PADS: self.pads.ctypes.data,
+            k.LEFT_PAD: self.left_pad.ctypes.data,
             k.PARTS: self.parts,
             k.PART_SLOTS: part_slots,
             k.PARTIAL: partial.data_ptr(),
@@ -136,7 +138,7 @@ class DecodeProgram(Program):
     def enter(self, token: Tensor, cache: KVCache) -> None:
         """The embeddings of ``token`` ``[batch]``, and the angles of their positions: as the decoder makes them."""
         positions = cache.positions(1).expand(self.batch, 1)[:, 0]
-        self.pads[:] = 0 if cache.pads is None else cache.pads.numpy()
+        self.left_pad[:] = 0 if cache.left_pad is None else cache.left_pad.numpy()
         self.x.copy_(self.embedded(token, positions))
         for rotary, angles in self.angles.items():
             self._angles(angles["ANGLES"], rotary, positions, rotary.scale)

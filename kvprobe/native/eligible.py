@@ -9,7 +9,7 @@ from torch import nn
 
 from kvprobe.attention.call import Attend
 from kvprobe.caches.full import FullCache
-from kvprobe.caches.layer import Attend, KVCache
+from kvprobe.caches.layer import KVCache
 from kvprobe.caches.rolling import RollingCache
 from kvprobe.decoder.model import MLP, Attention, Block, Decoder, Norm
 
@@ -31,7 +31,7 @@ def unreadable(cache: KVCache, n_tokens: int) -> str | None:
     """Why the compiled reader cannot read ``n_tokens`` more tokens a row into ``cache``; None if it can."""
     if type(cache) is not FullCache:
         return f"it does not know the cache {type(cache).__name__}"
-    if cache.pads is not None:
+    if cache.left_pad is not None:
         return "it takes no padding"
     if any(cache.length + n_tokens > held.keys.shape[2] for held in cache.buffers()):
         return "a ring of the cache would roll"

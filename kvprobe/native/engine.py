@@ -43,7 +43,7 @@ class NumbaEngine(TorchEngine):
         """As :class:`kvprobe.decoder.engine.Engine` says."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [batch, n], got {[*tokens.shape]}")
-        if not self.cache.alike or (self.cache.n_sink and self.cache.pads is not None):
+        if not self.cache.alike or (self.cache.n_sink and self.cache.left_pad is not None):
             # rows of another length each, or with sinks of their own: one row's place is not the other's
             return super().decode(tokens)
         # torch's threads, woken to stack the logits, would wait for more work on the cores that the next step needs

@@ -205,10 +205,12 @@ def test_logits_need_no_pass_before(family):
     close(language_model(model).logits(hidden), model(ids, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("name", ["cache", "pads", "positions"])
+@pytest.mark.parametrize("name", ["cache", "left_pad", "positions"])
 def test_what_only_our_decoder_honours_is_refused_by_name_on_the_other(name):
     model, ids = tiny_model("llama"), tiny_ids(6)
-    given = {"cache": from_hf(model).full_cache(6), "pads": torch.tensor([2]), "positions": torch.arange(3, 9)}[name]
+    given = {"cache": from_hf(model).full_cache(6), "left_pad": torch.tensor([2]), "positions": torch.arange(3, 9)}[
+        name
+    ]
     with pytest.raises(UnsupportedModelError, match=f"family llama: {name} is an input of kvprobe's own decoder"):
         language_model(model).body(ids, **{name: given})
 

@@ -58,27 +58,27 @@ def test_cached_equals_uncached_at_every_split(scheme, n_kv_heads, batch):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("n_kv_heads", [4, 1])
 def test_left_padding_changes_no_row_with_a_cache_or_without(scheme, n_kv_heads):
-    decoder, ids, pads = decoder_of(scheme, n_kv_heads), tiny_ids(LENGTH, batch=3), torch.tensor([20, 0, 5])
-    uncached = decoder(ids, pads=pads)
-    for row, pad in enumerate(pads.tolist()):
+    decoder, ids, left_pad = decoder_of(scheme, n_kv_heads), tiny_ids(LENGTH, batch=3), torch.tensor([20, 0, 5])
+    uncached = decoder(ids, left_pad=left_pad)
+    for row, pad in enumerate(left_pad.tolist()):
         alone = decoder(ids[row : row + 1, pad:])
         equal(uncached[row : row + 1, pad:], alone)
         for size in (1, 7, 16, 47):
             cache = decoder.full_cache(LENGTH, batch=3)
-            cache.pads = pads
+            cache.left_pad = left_pad
             equal(in_parts(decoder, ids, cache, chunks(LENGTH, size))[row : row + 1, pad:], alone)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 @pytest.mark.parametrize("bound_local", [False, True])
-@pytest.mark.parametrize("pads", [None, torch.tensor([5, 0])])
-def test_a_models_own_local_layers_keep_their_result_in_any_chunks(family, bound_local, pads):
+@pytest.mark.parametrize("left_pad", [None, torch.tensor([5, 0])])
+def test_a_models_own_local_layers_keep_their_result_in_any_chunks(family, bound_local, left_pad):
     decoder, ids = from_hf(tiny_model(family)), tiny_ids(LENGTH, batch=2)
-    seen = torch.arange(LENGTH) >= (torch.zeros(2, 1) if pads is None else pads[:, None])
-    expected = decoder(ids, pads=pads)[seen]
+    seen = torch.arange(LENGTH) >= (torch.zeros(2, 1) if left_pad is None else left_pad[:, None])
+    expected = decoder(ids, left_pad=left_pad)[seen]
     for size in (1, 5, 20, LENGTH):
         cache = decoder.full_cache(LENGTH, batch=2, bound_local=bound_local)
-        cache.pads = pads
+        cache.left_pad = left_pad
         equal(in_parts(decoder, ids, cache, chunks(LENGTH, size))[seen], expected)
 
 

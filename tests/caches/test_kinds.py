@@ -77,7 +77,7 @@ def test_a_cache_gives_the_logits_of_the_same_operation_without_one(kind, size):
 def test_under_left_padding_a_row_reads_what_it_reads_alone(kind):
     decoder, ids = rope_decoder(n_kv_heads=2).double(), tiny_ids(LENGTH, batch=2)
     cache = decoder.cache(kind, LENGTH, batch=2)
-    cache.pads = torch.tensor([9, 0])
+    cache.left_pad = torch.tensor([9, 0])
     got = fed(decoder, cache, ids, 11)
     for row, pad in enumerate([9, 0]):
         alone = decoder.cache(kind, LENGTH)

@@ -89,21 +89,21 @@ def test_everything_in_a_full_cache_can_be_taken_back():
 @pytest.mark.parametrize("n_sink", [0, 1, 4])
 @pytest.mark.parametrize("size", [1, 5, 11, LENGTH])
 def test_under_left_padding_each_row_of_a_rolling_cache_has_sinks_of_its_own(family, positions, n_sink, size):
-    decoder, ids, pads = from_hf(tiny_model(family)), tiny_ids(LENGTH, batch=3), torch.tensor([12, 0, 5])
+    decoder, ids, left_pad = from_hf(tiny_model(family)), tiny_ids(LENGTH, batch=3), torch.tensor([12, 0, 5])
     cache = decoder.rolling_cache(WINDOW, n_sink=n_sink, positions=positions, batch=3)
-    cache.pads = pads
+    cache.left_pad = left_pad
     got = fed(decoder, cache, ids, size)
-    for row, pad in enumerate(pads.tolist()):
+    for row, pad in enumerate(left_pad.tolist()):
         alone = decoder.rolling_cache(WINDOW, n_sink=n_sink, positions=positions)
         close(got[row : row + 1, pad:], fed(decoder, alone, ids[row : row + 1, pad:], 1))
 
 
 @pytest.mark.parametrize("kind", ["full", "bounded", "absolute", "cache"])
-@pytest.mark.parametrize("pads", [None, torch.tensor([3, 0])])
-def test_a_cache_goes_on_from_its_state_to_the_bit(kind, pads):
+@pytest.mark.parametrize("left_pad", [None, torch.tensor([3, 0])])
+def test_a_cache_goes_on_from_its_state_to_the_bit(kind, left_pad):
     decoder, ids = decoder_of(kind), tiny_ids(40, batch=2)
     cache, other = (make(decoder, kind) for _ in range(2))
-    cache.pads = pads
+    cache.left_pad = left_pad
     fed(decoder, cache, ids[:, :30], 5)
     cache.truncate([29, 27])
     state = {name: one.clone() for name, one in cache.state().items()}

@@ -27,12 +27,12 @@ def test_every_setting_that_changes_the_model_is_read(variant):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_padding_is_hugging_faces_with_positions_from_the_first_token(family):
-    model, ids, pads = tiny_model(family), tiny_ids(20, batch=3), torch.tensor([7, 0, 3])
-    mask = (torch.arange(20) >= pads[:, None]).long()
+    model, ids, left_pad = tiny_model(family), tiny_ids(20, batch=3), torch.tensor([7, 0, 3])
+    mask = (torch.arange(20) >= left_pad[:, None]).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     seen = mask.bool()
-    torch.testing.assert_close(from_hf(model)(ids, pads=pads)[seen], expected[seen], atol=1e-5, rtol=0)
+    torch.testing.assert_close(from_hf(model)(ids, left_pad=left_pad)[seen], expected[seen], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

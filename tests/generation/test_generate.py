@@ -209,13 +209,13 @@ def test_prefill_and_decode_are_one_pass_in_two():
     torch.testing.assert_close(prefill(decoder, ids[:, :11], cache), expected[:, 10], atol=1e-5, rtol=0)
     torch.testing.assert_close(decode(decoder, ids[:, 11], cache), expected[:, 11], atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="padding comes first, but the cache already holds 12 tokens"):
-        prefill(decoder, ids, cache, pads=torch.tensor([0, 1]))
+        prefill(decoder, ids, cache, left_pad=torch.tensor([0, 1]))
 
 
 def test_short_rows_are_filled_on_the_left():
-    ids, pads = left_padded([[5, 6, 7], [8]])
+    ids, left_pad = left_padded([[5, 6, 7], [8]])
     assert ids.tolist() == [[5, 6, 7], [0, 0, 8]]
-    assert pads.tolist() == [0, 2]
+    assert left_pad.tolist() == [0, 2]
     assert left_padded([[5], [8]])[1] is None
 
 

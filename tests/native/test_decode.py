@@ -123,11 +123,11 @@ def test_random_decoders_agree(data):
 
     ours, theirs, ids = make(), make(), tiny_ids(24, batch=batch, seed=draw(st.integers(0, 99)))
     step = numba(decoder, ours, n_threads=n_threads)
-    n_prompt, pads = draw(st.integers(0, 20)), None
+    n_prompt, left_pad = draw(st.integers(0, 20)), None
     if n_prompt and kind in ("full", "bound") and draw(st.booleans()):
-        pads = torch.tensor(draw(st.lists(st.integers(0, n_prompt - 1), min_size=batch, max_size=batch)))
+        left_pad = torch.tensor(draw(st.lists(st.integers(0, n_prompt - 1), min_size=batch, max_size=batch)))
     for cache in (ours, theirs):
-        cache.pads = pads
+        cache.left_pad = left_pad
         if n_prompt:
             decoder(ids[:, :n_prompt], cache=cache)
     atol = rounding(decoder, ids)
@@ -243,7 +243,7 @@ def test_generated_tokens_do_not_depend_on_the_step(family, sampling, several):
 def test_the_engine_is_chosen_and_says_why_not():
     decoder = rope_decoder()
     one, two = decoder.full_cache(9), decoder.full_cache(9, batch=2)
-    two.pads = torch.tensor([0, 1])
+    two.left_pad = torch.tensor([0, 1])
     for cache in (one, two):
         chosen = engines.engine(decoder, cache)
         assert (chosen.name, chosen.note, chosen.start_up_s) == ("numba", None, {})
@@ -326,10 +326,10 @@ def test_a_token_that_is_none_is_refused_before_anything_is_written(token):
 @pytest.mark.parametrize("bound_local", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_padding_is_never_seen_and_shifts_positions(family, bound_local):
-    decoder, ids, pads = from_hf(tiny_model(family)), tiny_ids(LENGTH, batch=3), torch.tensor([11, 0, 3])
+    decoder, ids, left_pad = from_hf(tiny_model(family)), tiny_ids(LENGTH, batch=3), torch.tensor([11, 0, 3])
     ours, theirs = (decoder.full_cache(LENGTH, batch=3, bound_local=bound_local) for _ in range(2))
     for cache in (ours, theirs):
-        cache.pads = pads
+        cache.left_pad = left_pad
         prefill(decoder, ids[:, :12], cache)
     step = numba(decoder, ours)
     for token in ids.T[12:]:
@@ -340,38 +340,38 @@ def test_left_padding_is_never_seen_and_shifts_positions(family, bound_local):
     prefill(decoder, ids[:1, 11:12], alone)
     expecteds = [decode(decoder, token, alone) for token in ids[:1, 12:].T]
     ours.reset()
-    ours.pads = pads
+    ours.left_pad = left_pad
     prefill(decoder, ids[:, :12], ours)
     for token, expected in zip(ids.T[12:], expecteds, strict=True):
         close(step.step(token)[:1], expected)
 
 
-@pytest.mark.parametrize("pads", [[14, 0], [7, 1]])
-def test_a_row_that_is_still_padding_is_refused_before_anything_is_written(pads):
+@pytest.mark.parametrize("left_pad", [[14, 0], [7, 1]])
+def test_a_row_that_is_still_padding_is_refused_before_anything_is_written(left_pad):
     decoder, ids = rope_decoder(), tiny_ids(7, batch=2)
     cache = decoder.full_cache(20, batch=2)
     step = numba(decoder, cache)
     with pytest.raises(ValueError, match=r"only padding: .*of 7 tokens"):
-        prefill(decoder, ids, cache, pads=torch.tensor(pads))
+        prefill(decoder, ids, cache, left_pad=torch.tensor(left_pad))
     cache.reset()
-    cache.pads = torch.tensor(pads)
+    cache.left_pad = torch.tensor(left_pad)
     with pytest.raises(ValueError, match=r"still in its padding .*at 0 tokens"):
         step.step(ids[:, 0])
     assert cache.length == 0
     assert not any(buffer.any() for buffer in held(cache))
 
 
-@pytest.mark.parametrize("pads", [torch.tensor([1, 0, 0]), [1, 0], torch.tensor([1.5, 0]), torch.tensor([-1, 0])])
-def test_padding_that_is_none_leaves_the_cache_as_it_was(pads):
+@pytest.mark.parametrize("left_pad", [torch.tensor([1, 0, 0]), [1, 0], torch.tensor([1.5, 0]), torch.tensor([-1, 0])])
+def test_padding_that_is_none_leaves_the_cache_as_it_was(left_pad):
     decoder, ids = rope_decoder(), tiny_ids(5, batch=2)
     cache = decoder.full_cache(9, batch=2)
     step = numba(decoder, cache)
     prefill(decoder, ids[:, :4], cache)
-    cache.pads = pads
+    cache.left_pad = left_pad
     for feed in (step.step, stepper(decoder, cache, kind="torch").step):
-        with pytest.raises(ValueError, match="pads must be 2 whole numbers"):
+        with pytest.raises(ValueError, match="left_pad must be 2 whole numbers"):
             feed(ids[:, 4])
-    cache.pads = None
+    cache.left_pad = None
     close(step.step(ids[:, 4]), decoder(ids)[:, -1])
 
 

@@ -252,7 +252,7 @@ def test_who_reads_is_a_rule_of_the_prompt_and_the_cache():
     assert reads(decoder.full_cache(80, bound_local=True)) == "torch"
     assert reads(decoder.rolling_cache(80)) == "torch"
     padded = decoder.full_cache(80)
-    padded.pads = torch.tensor([3])
+    padded.left_pad = torch.tensor([3])
     assert reads(padded) == "torch"
     used = decoder.full_cache(100)
     decoder(tiny_ids(30), cache=used)
@@ -359,7 +359,7 @@ def test_what_it_cannot_do_later_is_refused_and_not_done_wrong():
     TorchEngine(decoder, ring)._read(tiny_ids(20))
     cache = decoder.full_cache(60)
     reader = compiled(decoder, cache)
-    cache.pads = torch.tensor([2])
+    cache.left_pad = torch.tensor([2])
     with pytest.raises(ValueError, match="takes no padding"):
         reader.read(tiny_ids(20))
     with pytest.raises(ValueError, match="does not know the cache RollingCache"):

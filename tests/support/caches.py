@@ -61,7 +61,7 @@ class HeavyLayer(CacheLayer):
         # an empty slot first, then the one of least attention
         slot = self.mass.masked_fill(self.token == 0, -1).argmin(-1, keepdim=True)
         # padding takes a slot that counts as empty
-        is_token = index >= 0 if self.past.pads is None else index >= self.past.pads[:, None]
+        is_token = index >= 0 if self.past.left_pad is None else index >= self.past.left_pad[:, None]
         for buffer, new in ((self.keys, key), (self.values, value)):
             buffer.scatter_(2, slot[..., None].expand(-1, -1, 1, buffer.shape[-1]), new[:, :, None])
         self.token.scatter_(2, slot, torch.where(is_token, index + 1, 0)[:, None].expand_as(slot))
