@@ -26,7 +26,8 @@ from analyses.common import keep, script
 from kvprobe.cli.console import emit, notice, progress_bar
 from kvprobe.errors import KvprobeError
 from kvprobe.models.subject import Subject, prepare
-from kvprobe.probes.losses import default_block_length, loss_fields
+from kvprobe.probes.intervals import default_block_length
+from kvprobe.probes.losses import loss_fields
 from kvprobe.probes.truncation import BasisKind, Sweep, sweep
 from kvprobe.progress import Progress, silent
 from kvprobe.results.phrases import fitted_to

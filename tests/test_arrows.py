@@ -26,8 +26,8 @@ BY_NAME = {
     ("kvprobe/__init__.py", "kvprobe"),
 }
 ARITHMETIC = ["attention.call", "attention.masks", "attention.rope", "caches.layer", "decoder.model"]
-ARITHMETIC += ["generation.generate", "probes.lowrank", "probes.losses", "probes.mass", "probes.truncation"]
-ARITHMETIC += ["probes.windows", "results.result"]
+ARITHMETIC += ["generation.generate", "probes.intervals", "probes.lowrank", "probes.losses", "probes.mass"]
+ARITHMETIC += ["probes.truncation", "probes.windows", "results.result"]
 # what starts the command, and the face of the library
 OUTSIDE = {"kvprobe/__init__.py", "kvprobe/__main__.py"}
 

@@ -90,7 +90,8 @@ class Evaluate(Experiment):
         from kvprobe.attention.language_model import language_model
         from kvprobe.memory import check_memory
         from kvprobe.probes.divergence import CHUNK, divergence
-        from kvprobe.probes.losses import check_score_from, default_block_length, scored_pass
+        from kvprobe.probes.intervals import default_block_length
+        from kvprobe.probes.losses import check_score_from, scored_pass
 
         n_tokens, spec = subject.passage.n_tokens, subject.loaded.spec
         score_from = n_tokens // 2 if self.score_from is None else self.score_from

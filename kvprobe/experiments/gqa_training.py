@@ -15,7 +15,8 @@ from kvprobe.decoder.pool_kv_heads import pool_kv_heads
 from kvprobe.errors import KvprobeError, Wording
 from kvprobe.models.subject import Subject
 from kvprobe.probes.equivalence import Equivalence, mean_interval, paired, tost
-from kvprobe.probes.losses import check_score_from, default_block_length, loss_fields, token_losses
+from kvprobe.probes.intervals import default_block_length
+from kvprobe.probes.losses import check_score_from, loss_fields, token_losses
 from kvprobe.progress import Progress
 from kvprobe.results.phrases import PUBLISHED, interval_of
 from kvprobe.results.result import Row

@@ -102,7 +102,8 @@ class Relief(Experiment):
         front and keep none off it; intervals are left aside there. Raises UnsupportedModelError for a model that does
         not keep one K and one V for each KV head, and as the experiments ``window`` and ``lowrank`` do.
         """
-        from kvprobe.probes.losses import default_block_length, loss_fields, token_losses
+        from kvprobe.probes.intervals import default_block_length
+        from kvprobe.probes.losses import loss_fields, token_losses
         from kvprobe.probes.quantised import check_bits, quantising
 
         spec, n_tokens = subject.loaded.spec, subject.passage.n_tokens

@@ -98,7 +98,7 @@ class Window(Experiment):
         ``sinks`` default to 0, 1 and 4; with the choice ``bos`` to none and the BOS, and to none where positions are
         ``recompute``. ``score_from`` defaults to half of the passage. Raises as ``grid`` does.
         """
-        from kvprobe.probes.losses import default_block_length
+        from kvprobe.probes.intervals import default_block_length
         from kvprobe.probes.windows import grid
 
         passage = subject.passage

@@ -19,7 +19,8 @@ from torch import Tensor
 from kvprobe.attention.call import Attend, AttentionCall
 from kvprobe.attention.language_model import observe
 from kvprobe.errors import KvprobeError, Wording
-from kvprobe.probes.losses import check_score_from, default_block_length, loss_fields, token_losses
+from kvprobe.probes.intervals import default_block_length
+from kvprobe.probes.losses import check_score_from, loss_fields, token_losses
 from kvprobe.probes.lowrank import (
     Basis,
     Of,

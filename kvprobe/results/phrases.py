@@ -39,7 +39,7 @@ def training_of(run: Mapping[str, Any]) -> str:
 
 
 def interval_of(block_length: int) -> str:
-    """How the intervals of a result were computed (:func:`kvprobe.probes.losses.paired_interval`)."""
+    """How the intervals of a result were computed (:func:`kvprobe.probes.intervals.paired_interval`)."""
     return f"95 %, paired moving-block bootstrap, blocks of {block_length} tokens, 10,000 resamples"
 
 

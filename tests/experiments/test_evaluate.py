@@ -16,7 +16,8 @@ from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError
 from kvprobe.experiments.evaluate import Evaluate
 from kvprobe.models.subject import prepare
-from kvprobe.probes.losses import paired_interval, token_losses
+from kvprobe.probes.intervals import paired_interval
+from kvprobe.probes.losses import token_losses
 from kvprobe.results.result import Result
 from support.models import write_random
 
