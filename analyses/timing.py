@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 from kvprobe.bench.busy import Watch
-from kvprobe.bench.machine import Timing
+from kvprobe.bench.timing import Timing
 from kvprobe.results.result import Row
 
 

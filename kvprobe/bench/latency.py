@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvprobe.bench.busy import Watch
-from kvprobe.bench.machine import Timing, timed
 from kvprobe.bench.roofline import Ceilings, Shape, Work, total
+from kvprobe.bench.timing import Timing, timed
 from kvprobe.caches.layer import KVCache
 from kvprobe.caches.registry import build
 from kvprobe.decoder.engine import Clock, Engine, device_clock, reread
