@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvprobe.errors import KvprobeError, UnsupportedModelError, did_you_mean
 from kvprobe.experiments.experiment import Experiment, setting
 from kvprobe.progress import Progress, silent
-from kvprobe.results.html import Column, amount
+from kvprobe.results.columns import Column, amount
 from kvprobe.results.result import Result, Row
 from kvprobe.shape import published
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe

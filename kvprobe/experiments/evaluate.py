@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress, silent
-from kvprobe.results.html import Column
+from kvprobe.results.columns import Column
 from kvprobe.results.phrases import LOSS_COLUMNS, change_of, interval_of, passage_of
 from kvprobe.results.result import Result, Row
 

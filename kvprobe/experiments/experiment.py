@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvprobe.errors import SettingError, reword
 from kvprobe.progress import Progress, silent
-from kvprobe.results.html import Column
+from kvprobe.results.columns import Column
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result, Row
 from kvprobe.shape.cache_bytes import Amount

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress
-from kvprobe.results.html import Column, amount
+from kvprobe.results.columns import Column, amount
 from kvprobe.results.phrases import counted, passage_of, training_of
 from kvprobe.results.result import Result, Row
 

@@ -7,7 +7,7 @@ from kvprobe.caches.registry import KINDS
 from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress
 from kvprobe.results import phrases
-from kvprobe.results.html import Column
+from kvprobe.results.columns import Column
 from kvprobe.results.result import Result, Row
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvprobe.experiments.experiment import Experiment, SettingError, seed, setting
 from kvprobe.progress import Progress, silent
-from kvprobe.results.html import Column, amount
+from kvprobe.results.columns import Column, amount
 from kvprobe.results.phrases import LOSS_COLUMNS, change_of, fitted_to, interval_of, passage_of
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result, Row

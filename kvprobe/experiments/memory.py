@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvprobe.caches.registry import KINDS
 from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress
-from kvprobe.results.html import Column, amount
+from kvprobe.results.columns import Column, amount
 from kvprobe.results.result import Result, Row
 from kvprobe.shape.cache_bytes import Amount
 

@@ -13,7 +13,7 @@ from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.experiments.lowrank import Lowrank
 from kvprobe.experiments.window import Window
 from kvprobe.progress import Progress
-from kvprobe.results.html import Column, amount
+from kvprobe.results.columns import Column, amount
 from kvprobe.results.phrases import LOSS_COLUMNS, change_of, fitted_to, interval_of, passage_of
 from kvprobe.results.result import Result, Row
 from kvprobe.shape.cache_bytes import Bill, bill

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress
-from kvprobe.results.html import Column
+from kvprobe.results.columns import Column
 from kvprobe.results.phrases import passage_of
 from kvprobe.results.result import Result, Row
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvprobe.experiments.experiment import Experiment, seed, setting
 from kvprobe.progress import Progress, silent
-from kvprobe.results.html import Column
+from kvprobe.results.columns import Column
 from kvprobe.results.phrases import LOSS_COLUMNS, change_of, interval_of, passage_of, sinks_of
 from kvprobe.results.record import run_record
 from kvprobe.results.result import Result, Row

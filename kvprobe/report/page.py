@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.results.html import Column, plain, table, template
+from kvprobe.results.columns import Column, plain, table, template
 from kvprobe.results.result import Row
 
 if TYPE_CHECKING:

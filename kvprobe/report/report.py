@@ -26,7 +26,7 @@ from kvprobe.files.whole import write_whole
 from kvprobe.progress import Progress, silent
 from kvprobe.report.page import Section, document
 from kvprobe.results import phrases
-from kvprobe.results.html import Column, plain
+from kvprobe.results.columns import Column, plain
 from kvprobe.results.result import Result
 from kvprobe.shape.cache_bytes import DTYPE_BYTES, Amount, describe
 from kvprobe.text.passages import Bos, notices

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvprobe.results.html import Column, Row
+from kvprobe.results.columns import Column, Row
 
 PUBLISHED = "the published protocol"
 """The name of a training protocol with every published setting (:class:`kvprobe.experiments.gqa_training.Protocol`)."""

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError, Wording
 from kvprobe.files.whole import write_whole
+from kvprobe.results.columns import Column, Row, table
+from kvprobe.results.phrases import with_busy
 from kvprobe.results.textcells import from_cell, to_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-Row = dict[str, Any]
+__all__ = ["Result", "Row"]
 
 # rows that a notebook shows before it only counts the rest
 SHOWN_ROWS = 60
@@ -157,9 +159,6 @@ class Result:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the rows as a table, each text escaped."""
-        from kvprobe.results.html import Column, table
-        from kvprobe.results.phrases import with_busy
-
         some = self.rows[:SHOWN_ROWS]
         more = f", and {len(self.rows) - len(some):,} more rows" if len(some) < len(self.rows) else ""
         columns = [Column(name, name) for name in self.rows[0]]

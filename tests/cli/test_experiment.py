@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from kvprobe.cli.experiment import command_of
 from kvprobe.experiments.experiment import Experiment, SettingError, setting
-from kvprobe.results.html import Column
+from kvprobe.results.columns import Column
 from kvprobe.results.result import Result
 
 

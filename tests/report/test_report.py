@@ -22,7 +22,7 @@ from kvprobe.experiments.window import Window
 from kvprobe.files.whole import write_whole
 from kvprobe.report import page, report
 from kvprobe.report.page import Section, document
-from kvprobe.results.html import Column, plain, table
+from kvprobe.results.columns import Column, plain, table
 from kvprobe.results.result import Result
 from support.models import write_random
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvprobe.cli import console
 from kvprobe.report import page
-from kvprobe.results import html
+from kvprobe.results import columns
 from kvprobe.results.result import Result
 from kvprobe.results.visible import harmless, visible
 
@@ -87,7 +87,7 @@ def test_names_reach_a_page_visible_and_never_as_html():
         anchor="sinks",
         heading=hostile,
         sentences=[hostile],
-        columns=[html.Column("token", hostile), html.Column("name", "name", show=str)],
+        columns=[columns.Column("token", hostile), columns.Column("name", "name", show=str)],
         rows=[{"token": hostile, "name": hostile}],
         record={hostile: hostile},
     )

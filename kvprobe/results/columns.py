@@ -1,4 +1,4 @@
-"""How does a table look on a page or in a notebook? Every text in it is escaped."""
+"""How is a column of a table written, on a page or in a notebook? As HTML every text is escaped."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
