@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvprobe.attention.call import Attend, AttentionCall
 from kvprobe.caches.layer import KVCache
-from kvprobe.decoder.linear import widening
 from kvprobe.decoder.model import Decoder
+from kvprobe.decoder.widening import widening
 
 Clock = Callable[[], float]
 

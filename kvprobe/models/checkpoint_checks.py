@@ -12,7 +12,7 @@ from kvprobe.models import arrivals, hub
 from kvprobe.models.headers import Tensor
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.shape.spec import Spec
-from kvprobe.text import tokenizing
+from kvprobe.text import tokenizer_panics
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,7 @@ def tokenizer(name: str, directory: Path) -> Any:
             raise UnsupportedModelError(
                 f"the tokenizer of {name} is too large: {file.name} has {file.stat().st_size:,} bytes"
             )
-    with tokenizing.guarded(name):
+    with tokenizer_panics.guarded(name):
         try:
             made = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
             ids = list(made(_ANYTHING, verbose=False)["input_ids"])

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvprobe.caches.layer import KVCache
 from kvprobe.decoder.engine import TorchEngine, one_thread, timed
-from kvprobe.decoder.linear import FEWEST_TOKENS
 from kvprobe.decoder.model import Decoder
+from kvprobe.decoder.widening import FEWEST_TOKENS
 from kvprobe.native.decode_program import NumbaStep
 from kvprobe.native.eligible import unreadable
 from kvprobe.native.prefill_program import NumbaReader

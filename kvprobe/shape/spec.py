@@ -10,7 +10,7 @@ from kvprobe.shape import families, parameters
 from kvprobe.shape.families import Family
 from kvprobe.shape.keeps import latent_of, layers_of
 from kvprobe.shape.layers import Layer, as_runs, from_runs
-from kvprobe.shape.names import check_names
+from kvprobe.shape.name_conflicts import check_names
 from kvprobe.shape.reading import NAMES, Reading, check_counted, check_mlp
 
 # the keys of a multimodal configuration's text part, and that part's family if it does not name one

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvprobe.errors import KvprobeError, Wording
 from kvprobe.text.passages import Tokenizer
 from kvprobe.text.texts import Cut, Text
-from kvprobe.text.tokenizing import guarded, name_of
+from kvprobe.text.tokenizer_panics import guarded, name_of
 
 UNKNOWN = "<unknown>"
 LETTERS = (UNKNOWN, " ", *"abcdefghijklmnopqrstuvwxyz")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvprobe.errors import KvprobeError, Wording
 from kvprobe.text.texts import Cut, Text
-from kvprobe.text.tokenizing import guarded, name_of
+from kvprobe.text.tokenizer_panics import guarded, name_of
 
 Bos = Literal["auto", "add", "drop"]
 

@@ -15,7 +15,8 @@ from kvprobe.files.store import home, write_manifest
 from kvprobe.models import hub, loading
 from kvprobe.results.result import Result
 from kvprobe.shape.spec import Spec
-from kvprobe.text import passages, texts, tokenizing
+from kvprobe.text import passages, texts
+from kvprobe.text.tokenizer_panics import guarded
 from support.models import document, write_random
 from support.tiny import tiny_ids, tiny_model
 
@@ -243,12 +244,15 @@ class PanicException(BaseException):
 
 
 def test_a_panic_is_told_and_nothing_else_is_swallowed(capfd):
-    with pytest.raises(KvprobeError, match=r"the tokenizer of mine crashed \(no luck\)"), tokenizing.guarded("mine"):
+    with (
+        pytest.raises(KvprobeError, match=r"the tokenizer of mine crashed \(no luck\)"),
+        guarded("mine"),
+    ):
         raise PanicException("no luck\nat all")
     for other in (KeyboardInterrupt, SystemExit, ValueError):
-        with pytest.raises(other), tokenizing.guarded("mine"):
+        with pytest.raises(other), guarded("mine"):
             raise other
-    with tokenizing.guarded("mine"):
+    with guarded("mine"):
         import os
 
         os.write(2, b"a warning of somebody's\n")

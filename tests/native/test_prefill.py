@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprobe.decoder import linear
+from kvprobe.decoder import widening
 from kvprobe.decoder.engine import TorchEngine
 from kvprobe.decoder.model import DecoderConfig, from_hf
 from kvprobe.generation import engines, generate
@@ -247,7 +247,7 @@ def test_who_reads_is_a_rule_of_the_prompt_and_the_cache():
 
     assert reads(decoder.full_cache(80)) == reads(decoder.full_cache(80), kind="numba") == "numba"
     assert reads(decoder.full_cache(80), kind="torch") == "torch"
-    assert reads(decoder.full_cache(80), n_tokens=linear.FEWEST_TOKENS - 1) == "torch"
+    assert reads(decoder.full_cache(80), n_tokens=widening.FEWEST_TOKENS - 1) == "torch"
     # rings that would roll, and caches whose rows or positions differ
     assert reads(decoder.full_cache(80, bound_local=True)) == "torch"
     assert reads(decoder.rolling_cache(80)) == "torch"
