@@ -31,11 +31,11 @@ from analyses.timing import in_ms
 from kvprobe.bench.busy import Watch, cores
 from kvprobe.bench.machine import BUFFER_BYTES, readers
 from kvprobe.bench.roofline import Shape
-from kvprobe.decoder.engine import Engine
 from kvprobe.decoder.model import Decoder, from_hf
+from kvprobe.decoder.torch_engine import Engine
 from kvprobe.errors import KvprobeError
 from kvprobe.files.store import sha256
-from kvprobe.generation import engines
+from kvprobe.generation.choose_engine import EngineChoice, choose_engine
 from kvprobe.generation.generate import stream
 from kvprobe.models import loading
 from kvprobe.models.random_weights import load_random
@@ -113,11 +113,11 @@ def _ways(
             _hugging_face, loaded.model, ids, n_new, static=True, compiled=True
         )
     used: dict[str, dict[str, Any]] = {"readers": {}, "steps": {}, "start_up_s": {}}
-    kinds: dict[str, engines.Kind] = {"ours, torch": "torch", "ours, fastest": "auto"}
+    kinds: dict[str, EngineChoice] = {"ours, torch": "torch", "ours, fastest": "auto"}
     for way, kind in kinds.items():
         cache = decoder.full_cache(ids.shape[1] + n_new)
         started = time.perf_counter()
-        engine = engines.engine(decoder, cache, kind)
+        engine = choose_engine(decoder, cache, kind)
         engine.ready(ids.shape[1])
         used["start_up_s"][way] = round(time.perf_counter() - started, 3)
         used["readers"][way], used["steps"][way] = engine.reads(ids.shape[1]), engine.name

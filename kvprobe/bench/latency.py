@@ -18,10 +18,10 @@ from kvprobe.bench.roofline import Ceilings, Shape, Work, total
 from kvprobe.bench.timing import Timing, timed
 from kvprobe.caches.layer import KVCache
 from kvprobe.caches.registry import build
-from kvprobe.decoder.engine import Clock, Engine, device_clock, reread
 from kvprobe.decoder.model import Decoder
+from kvprobe.decoder.torch_engine import Clock, Engine, device_clock, reread
 from kvprobe.errors import Wording
-from kvprobe.generation import engines
+from kvprobe.generation.choose_engine import EngineChoice, choose_engine
 from kvprobe.memory import check_memory
 from kvprobe.progress import Progress, silent
 from kvprobe.results.result import Row
@@ -78,13 +78,13 @@ class Bench:
     """How to time a decoder.
 
     At most ``repeats`` runs a row, fewer once ``seconds`` are spent on it but at least three. ``engine`` chooses what
-    reads prompts and decodes (:mod:`kvprobe.generation.engines`), ``cache_kind`` is the kind of cache
+    reads prompts and decodes (:mod:`kvprobe.generation.choose_engine`), ``cache_kind`` is the kind of cache
     (:mod:`kvprobe.caches.registry`). ``start_ups`` has the seconds that the first engine of each name took to get
     ready, ``notes`` why it is not the compiled one, ``watch`` what else ran: all fill as rows are timed.
     """
 
     decoder: Decoder
-    engine: engines.Kind = "auto"
+    engine: EngineChoice = "auto"
     cache_kind: str = "full"
     repeats: int = 20
     seconds: float = 3.0
@@ -231,7 +231,7 @@ class Bench:
         yield observed(phase="end_to_end_naive", step="torch", timing=timing, works=works)
 
     def _engine(self, cache: KVCache) -> Engine:
-        engine = engines.engine(self.decoder, cache, self.engine)
+        engine = choose_engine(self.decoder, cache, self.engine)
         if engine.note is not None and engine.note not in self.notes:
             self.notes.append(engine.note)
         return engine

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvprobe.bench.busy import cores
 from kvprobe.bench.roofline import Ceilings
 from kvprobe.bench.timing import timed
-from kvprobe.decoder.engine import Clock, device_clock
+from kvprobe.decoder.torch_engine import Clock, device_clock
 from kvprobe.progress import Progress, silent
 
 # several times the last-level cache of any current processor, so that memory is read

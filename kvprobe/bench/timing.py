@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvprobe.decoder.engine import Clock
+from kvprobe.decoder.torch_engine import Clock
 
 
 @dataclass(frozen=True)

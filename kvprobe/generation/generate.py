@@ -4,7 +4,7 @@
         print(step.tokens[0])
 
 Prefill reads the prompt and gives the first token; decode takes one token and gives the next. An engine does both
-(:mod:`kvprobe.decoder.engine`); they are timed separately.
+(:mod:`kvprobe.decoder.torch_engine`); they are timed separately.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kvprobe.caches.layer import KVCache
-from kvprobe.decoder.engine import Engine, device_clock, one_thread, reread
 from kvprobe.decoder.model import Decoder
+from kvprobe.decoder.torch_engine import Engine, device_clock, one_thread, reread
 from kvprobe.errors import KvprobeError
-from kvprobe.generation import engines
+from kvprobe.generation.choose_engine import EngineChoice, choose_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +138,16 @@ def stream(
     seed: int = 0,
     eos: Sequence[int] = (),
     chunk: int | None = None,
-    engine: Engine | engines.Kind = "auto",
+    engine: Engine | EngineChoice = "auto",
 ) -> Iterator[Step]:
     """Continue each of ``prompts`` (token ids, of any lengths), one :class:`Step` at a time.
 
     ``cache`` is emptied first; by default it is a full one of the size needed. ``naive`` uses no cache and reads the
     whole sequence again for every token: the baseline. Default sampling is greedy. A row ends with a token of ``eos``.
-    The same ``seed`` draws the same tokens. ``engine`` is a kind (:func:`kvprobe.generation.engines.engine`), or one
-    that was made for this decoder and ``cache``. Raises ValueError at once for an empty prompt and if the model's
-    positions or the cache will not suffice; KvprobeError for logits that are not finite.
+    The same ``seed`` draws the same tokens. ``engine`` is a choice
+    (:func:`kvprobe.generation.choose_engine.choose_engine`), or one that was made for this decoder and ``cache``.
+    Raises ValueError at once for an empty prompt and if the model's positions or the cache will not suffice;
+    KvprobeError for logits that are not finite.
     """
     sampling = sampling or Sampling()
     needed = tokens_fed(prompts, max_new_tokens)
@@ -166,7 +167,7 @@ def stream(
         try:
             cache.check(len(prompts), needed)
             if isinstance(engine, str):
-                engine = engines.engine(decoder, cache, engine)
+                engine = choose_engine(decoder, cache, engine)
             # a single token is prefill's: nothing is decoded
             if max_new_tokens > 1:
                 engine.ready(ids.shape[1])

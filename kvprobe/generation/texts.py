@@ -7,7 +7,7 @@ from typing import Any
 from kvprobe.caches.layer import KVCache
 from kvprobe.caches.rolling import Positions
 from kvprobe.decoder.model import Decoder, from_hf
-from kvprobe.generation import engines
+from kvprobe.generation.choose_engine import EngineChoice, choose_engine
 from kvprobe.generation.detokenise import RowText
 from kvprobe.generation.generate import Generation, Sampling, Step, stream, tokens_fed
 from kvprobe.generation.prompts import encoded, end_ids
@@ -62,7 +62,7 @@ class TextStream:
         positions: Positions | None = None,
         cache: str | None = None,
         naive: bool = False,
-        engine: engines.Kind = "auto",
+        engine: EngineChoice = "auto",
         **settings: Any,
     ) -> None:
         if isinstance(stop, str):
@@ -86,7 +86,7 @@ class TextStream:
             window, n_sink = min(window or 0, needed), min(n_sink, needed)
             where = positions or default_positions(decoder)
             self.cache = decoder.rolling_cache(window, n_sink=n_sink, positions=where, batch=len(ids))
-        self.engine = None if self.cache is None else engines.engine(decoder, self.cache, engine)
+        self.engine = None if self.cache is None else choose_engine(decoder, self.cache, engine)
         self._eos = frozenset(eos) | self._stop_ids
         self._steps = stream(
             decoder,

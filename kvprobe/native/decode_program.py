@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from kvprobe.caches.layer import KVCache
 from kvprobe.decoder.config import Rotary
-from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import Block, Decoder
+from kvprobe.decoder.torch_engine import one_thread
 from kvprobe.native import decode_kernels as k
 from kvprobe.native.layout import edges_of, side_by_side, stride
 from kvprobe.native.program import Program
@@ -37,7 +37,7 @@ class NumbaStep:
 
     As many threads as torch has, and the batch of the cache. The logits are float32. Beyond the decoder and the cache
     it holds the program, a row's logits and inner vectors and, a thread, scratch for a piece of each row. See
-    :class:`kvprobe.native.engine.NumbaEngine`.
+    :class:`kvprobe.native.numba_engine.NumbaEngine`.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, *, n_threads: int | None = None) -> None:

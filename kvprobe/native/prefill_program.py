@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe.caches.layer import KVCache
-from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import Block, Decoder
+from kvprobe.decoder.torch_engine import one_thread
 from kvprobe.native import prefill_kernels as k
 from kvprobe.native.eligible import unreadable
 from kvprobe.native.program import Program
@@ -34,7 +34,7 @@ class NumbaReader:
 
     As many threads as torch has. Beyond the decoder and the cache it holds the vectors of `TOKENS_AT_ONCE` tokens and,
     a thread, a piece of a matrix and a block's scores of a whole cache; of one in 16 bits also a head's keys and values
-    in float32. See :class:`kvprobe.native.engine.NumbaEngine`. Raises ValueError for a cache that is not a
+    in float32. See :class:`kvprobe.native.numba_engine.NumbaEngine`. Raises ValueError for a cache that is not a
     :class:`FullCache`.
     """
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvprobe.bench.timing import Timing, timed
-from kvprobe.decoder.engine import device_clock
+from kvprobe.decoder.torch_engine import device_clock
 from support.clocks import Ticking
 
 

@@ -9,7 +9,7 @@ from kvprobe.attention.call import AttentionCall
 from kvprobe.bench.latency import Bench
 from kvprobe.caches import registry
 from kvprobe.decoder.model import from_hf
-from kvprobe.generation.engines import engine
+from kvprobe.generation.choose_engine import choose_engine
 from kvprobe.generation.generate import generate
 from support import caches
 from support.decoders import close, rope_decoder
@@ -104,7 +104,7 @@ def test_generate_takes_it_and_compiled_code_refuses_it_by_name(kind):
     cache = decoder.cache(kind, 90, batch=2)
     name = type(cache).__name__
     with pytest.raises(ValueError, match=f"engine numba cannot be used: it does not know the cache {name}"):
-        engine(decoder, cache, "numba")
+        choose_engine(decoder, cache, "numba")
     together = generate(decoder, prompts, max_new_tokens=8, cache=cache)
     for prompt, row in zip(prompts, together.token_ids, strict=True):
         alone = generate(decoder, [prompt], max_new_tokens=8, cache=decoder.cache(kind, 90))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.caches.full import FullCache
-from kvprobe.decoder.engine import one_thread
 from kvprobe.decoder.model import from_hf
-from kvprobe.generation import engines
+from kvprobe.decoder.torch_engine import one_thread
+from kvprobe.generation.choose_engine import choose_engine
 from kvprobe.generation.generate import Sampling, generate, stream
 from kvprobe.native import eligible
 from support.decoders import (
@@ -48,7 +48,7 @@ def numba(decoder, cache, **options):
 def side_by_side(decoder, make, ids, *, switch=(), atol=2e-5):
     """Logits of every token from both steps, each on its own cache; at `switch` they exchange caches."""
     ours, theirs = make(), make()
-    steps = {id(cache): (numba(decoder, cache), stepper(decoder, cache, kind="torch")) for cache in (ours, theirs)}
+    steps = {id(cache): (numba(decoder, cache), stepper(decoder, cache, choice="torch")) for cache in (ours, theirs)}
     for i, token in enumerate(ids.T):
         if i in switch:
             ours, theirs = theirs, ours
@@ -245,25 +245,25 @@ def test_the_engine_is_chosen_and_says_why_not():
     one, two = decoder.full_cache(9), decoder.full_cache(9, batch=2)
     two.left_pad = torch.tensor([0, 1])
     for cache in (one, two):
-        chosen = engines.engine(decoder, cache)
+        chosen = choose_engine(decoder, cache)
         assert (chosen.name, chosen.note, chosen.start_up_s) == ("numba", None, {})
         chosen.ready()
         assert chosen.start_up_s.keys() == {"numba step"}
         assert chosen.start_up_s["numba step"] > 0
-    plain = engines.engine(decoder, one, "torch")
+    plain = choose_engine(decoder, one, "torch")
     assert (plain.name, plain.note, plain.start_up_s) == ("torch", None, {})
     half = from_config(decoder, torch.float16)
     expected = {
-        "attention is replaced": engines.engine(decoder, one, attend=AttentionCall.attend),
-        "float32 or bfloat16, not float16": engines.engine(half, half.full_cache(9)),
+        "attention is replaced": choose_engine(decoder, one, attend=AttentionCall.attend),
+        "float32 or bfloat16, not float16": choose_engine(half, half.full_cache(9)),
     }
     for words, engine in expected.items():
         assert engine.name == "torch"
         assert words in engine.note
     with pytest.raises(ValueError, match="engine numba cannot be used: it reads float32"):
-        engines.engine(half, half.full_cache(9), "numba")
+        choose_engine(half, half.full_cache(9), "numba")
     with pytest.raises(ValueError, match="engine must be one of auto, numba, torch, got 'jit'"):
-        engines.engine(decoder, one, "jit")
+        choose_engine(decoder, one, "jit")
 
 
 def test_without_numba_the_torch_step_says_so_and_works(monkeypatch):
@@ -276,7 +276,7 @@ def test_without_numba_the_torch_step_says_so_and_works(monkeypatch):
 
 
 def test_a_numba_that_does_not_fit_is_as_good_as_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvprobe.native.engine", None)
+    monkeypatch.setitem(sys.modules, "kvprobe.native.numba_engine", None)
     decoder = rope_decoder()
     step = stepper(decoder, decoder.full_cache(1))
     assert step.name == "torch"
@@ -300,7 +300,7 @@ def test_overflow_is_refused_before_anything_is_written(kind):
     decoder, ids = rope_decoder(max_positions=12), tiny_ids(14)
     for capacity, n_fed, words in ((5, 5, "holds 5 of 5 tokens"), (20, 12, "13 tokens are more than the model's 12")):
         cache = decoder.full_cache(capacity)
-        step = stepper(decoder, cache, kind=kind)
+        step = stepper(decoder, cache, choice=kind)
         for i in range(n_fed):
             step.step(ids[:, i])
         before = [buffer.clone() for buffer in held(cache)]
@@ -368,7 +368,7 @@ def test_padding_that_is_none_leaves_the_cache_as_it_was(left_pad):
     step = numba(decoder, cache)
     prefill(decoder, ids[:, :4], cache)
     cache.left_pad = left_pad
-    for feed in (step.step, stepper(decoder, cache, kind="torch").step):
+    for feed in (step.step, stepper(decoder, cache, choice="torch").step):
         with pytest.raises(ValueError, match="left_pad must be 2 whole numbers"):
             feed(ids[:, 4])
     cache.left_pad = None
@@ -429,7 +429,7 @@ def test_a_cache_of_another_model_is_refused():
     decoder, other = rope_decoder(n_kv_heads=4), rope_decoder(n_kv_heads=1)
     for kind in ("auto", "numba"):
         with pytest.raises(ValueError, match="the cache belongs to another model"):
-            stepper(decoder, other.full_cache(5), kind=kind)
+            stepper(decoder, other.full_cache(5), choice=kind)
 
 
 @pytest.mark.parametrize("token", [torch.tensor([1.0]), torch.tensor([True]), torch.tensor([1], dtype=torch.uint8)])
@@ -515,7 +515,7 @@ def test_torch_keeps_its_threads():
 def test_the_interface_waits_for_numba():
     import subprocess
 
-    code = "import sys, kvprobe.generation.engines, kvprobe.generation.generate; sys.exit('numba' in sys.modules)"
+    code = "import sys, kvprobe.generation.choose_engine, kvprobe.generation.generate; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

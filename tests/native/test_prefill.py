@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprobe.decoder import widening
-from kvprobe.decoder.engine import TorchEngine
 from kvprobe.decoder.model import DecoderConfig, from_hf
-from kvprobe.generation import engines, generate
+from kvprobe.decoder.torch_engine import TorchEngine
+from kvprobe.generation import generate
+from kvprobe.generation.choose_engine import choose_engine
 from kvprobe.native import eligible
 from support.decoders import (
     FAMILIES,
@@ -143,7 +144,7 @@ def test_nothing_is_written_beside_a_buffer(data, guarded):
             floats(None, buffer.numel(), buffer.dtype).view_as(buffer) for buffer in (layer.keys, layer.values)
         )
     compiled(decoder, cache, n_threads=draw(st.integers(1, 3))).read(tiny_ids(length, batch=batch))
-    stepper(decoder, cache, kind="numba").step(torch.zeros(batch, dtype=torch.long))
+    stepper(decoder, cache, choice="numba").step(torch.zeros(batch, dtype=torch.long))
     check()
 
 
@@ -223,7 +224,7 @@ def test_threads_change_no_bit(n_threads):
 def test_steps_go_on_from_what_was_read_and_reading_from_steps():
     decoder, ids = rope_decoder(), tiny_ids(80)
     cache = decoder.full_cache(80)
-    reader, step, expected = compiled(decoder, cache), stepper(decoder, cache, kind="numba"), decoder(ids)
+    reader, step, expected = compiled(decoder, cache), stepper(decoder, cache, choice="numba"), decoder(ids)
     close(decoder.logits(reader.read(ids[:, :40])), expected[:, 39])
     close(step.step(ids[:, 40]), expected[:, 40])
     close(decoder.logits(reader.read(ids[:, 41:79])), expected[:, 78])
@@ -243,7 +244,7 @@ def test_who_reads_is_a_rule_of_the_prompt_and_the_cache():
     decoder = from_hf(tiny_model("gemma3_text"))
 
     def reads(cache, n_tokens=64, kind="auto"):
-        return engines.engine(decoder, cache, kind).reads(n_tokens)
+        return choose_engine(decoder, cache, kind).reads(n_tokens)
 
     assert reads(decoder.full_cache(80)) == reads(decoder.full_cache(80), kind="numba") == "numba"
     assert reads(decoder.full_cache(80), kind="torch") == "torch"
@@ -268,7 +269,7 @@ def test_what_it_says_would_read_reads(monkeypatch):
         prefill_program.NumbaReader, "read", lambda self, part: read.append(part.shape[1]) or theirs(self, part)
     )
     for chunk, parts in ((None, [80]), (70, [70]), (40, [])):
-        engine = engines.engine(decoder, decoder.full_cache(80))
+        engine = choose_engine(decoder, decoder.full_cache(80))
         close(engine.prefill(ids, chunk=chunk), expected[:, -1])
         assert read == parts
         read.clear()
@@ -278,7 +279,7 @@ def test_several_tokens_at_once_are_as_many_steps():
     decoder, ids = from_hf(tiny_model("gemma3_text")), tiny_ids(30, batch=2)
     expected = decoder(ids)
     for kind in ("torch", "numba"):
-        engine = engines.engine(decoder, decoder.full_cache(30, batch=2), kind)
+        engine = choose_engine(decoder, decoder.full_cache(30, batch=2), kind)
         close(engine.prefill(ids[:, :20]), expected[:, 19])
         close(engine.decode(ids[:, 20:25]), expected[:, 20:25])
         close(engine.decode(ids[:, 25:26]), expected[:, 25:26])
@@ -286,7 +287,7 @@ def test_several_tokens_at_once_are_as_many_steps():
 
 def test_the_same_prompt_gives_the_same_bits_again():
     decoder, ids = from_hf(tiny_model("llama")), tiny_ids(80)
-    first, again = (engines.engine(decoder, decoder.full_cache(80)).prefill(ids) for _ in range(2))
+    first, again = (choose_engine(decoder, decoder.full_cache(80)).prefill(ids) for _ in range(2))
     assert torch.equal(first, again)
 
 
@@ -345,7 +346,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         assert not any(buffer.any() for buffer in held(cache))
     close(compiled(decoder, small).read(tiny_ids(30)), decoder.body(tiny_ids(30))[:, -1])
     with pytest.raises(ValueError, match="belongs to another model"):
-        engines.engine(rope_decoder(n_kv_heads=1), small, "numba")
+        choose_engine(rope_decoder(n_kv_heads=1), small, "numba")
 
 
 def test_what_it_cannot_do_later_is_refused_and_not_done_wrong():
@@ -376,11 +377,11 @@ def test_the_default_dtype_and_device_are_nobodys_business(dtype):
     decoder, ids = random_decoder(CONFIG), tiny_ids(40)
     caches = [decoder.full_cache(40) for _ in range(4)]
     expected = compiled(decoder, caches[0]).read(ids[:, :39])
-    logits = stepper(decoder, caches[0], kind="numba").step(ids[:, 39])
+    logits = stepper(decoder, caches[0], choice="numba").step(ids[:, 39])
     torch.set_default_dtype(dtype)
     try:
         assert torch.equal(compiled(decoder, caches[1]).read(ids[:, :39]), expected)
-        assert torch.equal(stepper(decoder, caches[1], kind="numba").step(ids[:, 39]), logits)
+        assert torch.equal(stepper(decoder, caches[1], choice="numba").step(ids[:, 39]), logits)
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.device("meta"):

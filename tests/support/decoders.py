@@ -3,10 +3,10 @@
 import torch
 from hypothesis import strategies as st
 
-from kvprobe.decoder.engine import TorchEngine
 from kvprobe.decoder.model import Decoder, DecoderConfig, Rotary
+from kvprobe.decoder.torch_engine import TorchEngine
 from kvprobe.decoder.weights import FAMILIES as OURS
-from kvprobe.generation.engines import engine
+from kvprobe.generation.choose_engine import choose_engine
 
 FAMILIES = tuple(OURS)
 
@@ -159,7 +159,7 @@ def from_config(decoder, dtype):
 
 def prefill(decoder, ids, cache, *, kind="auto", **settings):
     """The logits after a prompt, by an engine of its own."""
-    return engine(decoder, cache, kind).prefill(ids, **settings)
+    return choose_engine(decoder, cache, kind).prefill(ids, **settings)
 
 
 def decode(decoder, token, cache):
@@ -170,8 +170,8 @@ def decode(decoder, token, cache):
 class stepper:  # noqa: N801
     """An engine fed one token a row at a time: `.step(token)` is its logits ``[batch, vocab]``."""
 
-    def __init__(self, decoder, cache, **how):
-        self.engine = engine(decoder, cache, **how)
+    def __init__(self, decoder, cache, choice="auto", **how):
+        self.engine = choose_engine(decoder, cache, choice, **how)
         self.name, self.note = self.engine.name, self.engine.note
 
     def step(self, token):

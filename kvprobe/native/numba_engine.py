@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvprobe.caches.layer import KVCache
-from kvprobe.decoder.engine import TorchEngine, one_thread, timed
 from kvprobe.decoder.model import Decoder
+from kvprobe.decoder.torch_engine import TorchEngine, one_thread, timed
 from kvprobe.decoder.widening import FEWEST_TOKENS
 from kvprobe.native.decode_program import NumbaStep
 from kvprobe.native.eligible import unreadable
@@ -28,19 +28,19 @@ class NumbaEngine(TorchEngine):
         self._n_threads = n_threads
 
     def reads(self, n_tokens: int) -> str:
-        """As :class:`kvprobe.decoder.engine.Engine` says."""
+        """As :class:`kvprobe.decoder.torch_engine.Engine` says."""
         n_tokens = min(n_tokens, self.cache.window or n_tokens)
         return "torch" if n_tokens < FEWEST_TOKENS or unreadable(self.cache, n_tokens) else "numba"
 
     def ready(self, n_prompt: int = 0) -> None:
-        """As :class:`kvprobe.decoder.engine.Engine` says."""
+        """As :class:`kvprobe.decoder.torch_engine.Engine` says."""
         _ = self._step
         if n_prompt and self.reads(n_prompt) == "numba":
             _ = self._reader
 
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
-        """As :class:`kvprobe.decoder.engine.Engine` says."""
+        """As :class:`kvprobe.decoder.torch_engine.Engine` says."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [batch, n], got {[*tokens.shape]}")
         if not self.cache.alike or (self.cache.n_sink and self.cache.left_pad is not None):
