@@ -1,0 +1,1 @@
+"""What do other programs get that ask a model here?"""
