@@ -21,9 +21,8 @@ def run(name, task, folder=None):
     with kvprobe.attending(loaded.model, last_64):
         around = lm_eval.simple_evaluate(HFLM(loaded.model, tokenizer=loaded.tokenizer), **asked)
     ours = lm_eval.simple_evaluate("kvprobe", {"pretrained": loaded, "attend": f"{__file__}:last_64"}, **asked)
-    cached = lm_eval.simple_evaluate(
-        "kvprobe", {"pretrained": loaded, "cache": "rolling", "window": 64, "n_sink": 0}, **asked
-    )
+    cache = {"cache": "rolling", "window": 64, "n_sink": 0}
+    cached = lm_eval.simple_evaluate("kvprobe", {"pretrained": loaded, **cache}, **asked)
     return {way: done["results"][task] for way, done in (("around", around), ("ours", ours), ("cached", cached))}
 
 

@@ -312,10 +312,15 @@ def _asked(kwargs: dict[str, Any]) -> tuple[int, list[str]]:
     return (limits or [MAX_NEW_TOKENS])[0], [until] if isinstance(until, str) else [*until]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The harness's own command; what a user can fix is one line and exit status 1."""
     from lm_eval.__main__ import cli_evaluate
 
     try:
         cli_evaluate()
     except (KvprobeError, ValueError) as error:
         sys.exit(f"Error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -99,6 +99,16 @@ def test_a_chat_is_written_as_by_the_harness_s_own_model(lm_eval, loaded, theirs
     assert begun == theirs.apply_chat_template(chat, add_generation_prompt=False) == "[user]How are you?[assistant]I am"
 
 
+@pytest.mark.gemma3
+def test_a_text_gets_one_bos_whoever_writes_it(lm_eval, gemma3):
+    with its_own_warnings():
+        theirs = lm_eval.HFLM(gemma3.model, tokenizer=gemma3.tokenizer)
+    ours = lm_eval.KvprobeLM(kvprobe.load(gemma3.name, device="cpu"))
+    for text in ("The boats", "<bos>The boats"):
+        assert ours.tok_encode(text) == theirs.tok_encode(text) == [2, *gemma3.tokenizer("The boats").input_ids[1:]]
+    assert ours.tok_encode("The boats", add_special_tokens=False) == theirs.tok_encode("The boats", False)
+
+
 def test_a_long_context_loses_its_first_tokens_with_one_notice(lm_eval, loaded, caplog):
     model = lm_eval.KvprobeLM(loaded, max_length=32)
     n_tokens = len(loaded.tokenizer(FILLER).input_ids)
@@ -180,22 +190,23 @@ def test_the_harness_s_command_knows_the_model(gpt2_random, tmp_path):
     )
     (tmp_path / "mine.py").write_text("def last(call):\n    return call.attend(keep=call.last(4))\n")
     write_passwords(tmp_path, n_items=2)
-
-    def command(*settings):
-        words = ["run", "--model", "kvprobe", "--model_args", f"pretrained={gpt2_random}", *settings]
-        words += ["--tasks", "passwords", "--include_path", str(tmp_path)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        words = [sys.executable, "-c", code, *words]
-        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-
-    done = command("attend=mine.py:last")
+    words = ["run", "--model", "kvprobe", "--model_args", f"pretrained={gpt2_random},attend=mine.py:last"]
+    words += ["--tasks", "passwords", "--include_path", str(tmp_path)]
+    words = [sys.executable, "-c", code, *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "passwords" in done.stdout
-    refused = command("windw=3")
-    assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
-        1,
-        "Error: unknown setting 'windw'; those of a cache need cache=NAME",
-    )
+
+
+def test_the_command_refuses_in_one_line(lm_eval, loaded, monkeypatch):
+    import kvprobe.clients.lm_eval as client
+
+    # what the command does once it has read its words
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: lm_eval.KvprobeLM(loaded, windw=3))
+    with pytest.raises(SystemExit) as stopped:
+        client.main()
+    assert stopped.value.code == "Error: unknown setting 'windw'; those of a cache need cache=NAME"
 
 
 @pytest.mark.smollm2
