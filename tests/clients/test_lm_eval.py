@@ -14,9 +14,9 @@ from kvprobe.errors import KvprobeError
 from support.harness import FILLER, around, harness, its_own_warnings, last_64, passwords, request, write_passwords
 
 ROOT = Path(__file__).parents[2]
-# 256 positions: the last but one context is longer, with its continuation, by one token than what is read
+# the last is longer than the 256 positions
 PAIRS = [("The harbour was", " quiet"), ("", "The boats came in"), (FILLER, " red"), (FILLER, " blue")]
-PAIRS += [(FILLER, " red and blue"), (FILLER + " ", "red"), (FILLER * 4, " red and blue")]
+PAIRS += [("The wind was", " blue"), (FILLER, " red and blue"), (FILLER + " ", "red"), (FILLER * 4, " red and blue")]
 WAYS = {
     "seam": {},
     "full": {"cache": "full"},
