@@ -36,10 +36,10 @@ from kvprobe.attention.named import named
 from kvprobe.attention.seam import attending
 from kvprobe.caches import registry
 from kvprobe.caches.layer import KVCache, Place
-from kvprobe.decoder.engine import TorchEngine
 from kvprobe.decoder.model import from_hf
+from kvprobe.decoder.torch_engine import TorchEngine
 from kvprobe.errors import KvprobeError
-from kvprobe.generation import engines
+from kvprobe.generation.choose_engine import choose_engine
 from kvprobe.generation.detokenise import RowText
 from kvprobe.generation.generate import stream
 from kvprobe.generation.prompts import end_ids
@@ -249,7 +249,7 @@ class KvprobeLM(TemplateLM):  # type: ignore[misc]
             return token in ends or row.stopped
 
         if cache := self._cache(len(ids) + n_tokens):
-            engine = engines.engine(self._decoder, cache, **self._attends)
+            engine = choose_engine(self._decoder, cache, **self._attends)
             for step in stream(self._decoder, [ids], max_new_tokens=n_tokens, cache=cache, engine=engine):
                 if any(done(token) for token in step.tokens if token is not None):
                     break
