@@ -153,7 +153,9 @@ def _frequencies(values: Any) -> str:
 
 def _bases(config: Any) -> set[float]:
     """The bases of a configuration's RoPE: one, or one for each kind of layer."""
-    said = getattr(config, "rope_parameters", None) or {}
+    said = getattr(config, "rope_parameters", None)
+    if said is None:  # transformers before 5
+        said = {"rope_theta": getattr(config, "rope_theta", None)}
     parts = [said, *(part for part in said.values() if isinstance(part, Mapping))]
     return {float(part["rope_theta"]) for part in parts if part.get("rope_theta")}
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
+from kvprobe.files.jsonfile import read_object
 from kvprobe.memory import check_memory
-from kvprobe.models import arrivals, hub
+from kvprobe.models import arrivals, hub, rope_names
 from kvprobe.models.headers import Tensor
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.shape.spec import Spec
@@ -126,6 +127,8 @@ def model(name: str, directory: Path, config: Mapping[str, Any], tensors: Mappin
     settings |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if given["method"] is not None:
         settings["quantization_config"] = _dequantising(given["method"])
+    if not rope_names.reads_rope_parameters() and "model_type" in config:
+        settings["config"] = _configuration(rope_names.for_installed(name, config))
     try:
         made, report = build.from_pretrained(directory, **settings)
     except SafetensorError as error:
@@ -146,8 +149,6 @@ def model(name: str, directory: Path, config: Mapping[str, Any], tensors: Mappin
 
 def tokenizer(name: str, directory: Path) -> Any:
     """The tokenizer of a directory. Raises UnsupportedModelError for one that is missing, broken or reads nothing."""
-    from transformers import AutoTokenizer
-
     # without any of these, transformers silently makes up an empty tokenizer
     files = [directory / file for file in ("tokenizer.json", "tokenizer.model", "vocab.json")]
     if not any(file.is_file() for file in files):
@@ -159,7 +160,9 @@ def tokenizer(name: str, directory: Path) -> Any:
             )
     with tokenizer_panics.guarded(name):
         try:
-            made = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+            made = _tokenizer_class(name, directory).from_pretrained(
+                directory, trust_remote_code=False, local_files_only=True
+            )
             ids = list(made(_ANYTHING, verbose=False)["input_ids"])
         except Exception as error:
             raise UnsupportedModelError(f"{name} has no tokenizer that can be loaded: {first_line(error)}") from error
@@ -225,6 +228,21 @@ def _class_for(config: Mapping[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if _WITH_IMAGES.fullmatch(config["model_type"]) else AutoModelForCausalLM
+
+
+def _configuration(config: Mapping[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+
+
+def _tokenizer_class(name: str, directory: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = directory / "tokenizer_config.json"
+    named = read_object(path, f"{path.name} of {name}").get("tokenizer_class") if path.is_file() else None
+    # what release 5 calls a tokenizer.json without a class of its own
+    return AutoTokenizer if named != "TokenizersBackend" else PreTrainedTokenizerFast
 
 
 def _dequantising(method: str) -> Any:

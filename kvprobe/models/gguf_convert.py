@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.files.store import disk_full, run_watched
+from kvprobe.models import rope_names
 from kvprobe.models.gguf_join import join
 from kvprobe.models.gguf_model import Described, describe, one_for_all
 from kvprobe.models.gguf_vocabulary import AS_LLAMA3, DIGITS_ALONE, cuts_as_known
@@ -151,6 +152,7 @@ def _carry(described: Described, config: "PreTrainedConfig") -> None:
     settings = dict(described.settings)
     if described.rope is not None:
         settings["rope_parameters"] = described.rope
+    settings = rope_names.for_installed("the file", {"model_type": config.model_type, **settings})
     for key, value in settings.items():
         if getattr(config, key, None) != value:
             setattr(config, key, value)

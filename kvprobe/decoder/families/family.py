@@ -58,6 +58,9 @@ def rotary_of(model: nn.Module, head_dim: int, prefix: str = "") -> Rotary:
     """The frequencies that the model itself rotates by, whatever scaling (linear, Llama 3, YaRN) made them."""
     family = family_of(model)
     module: Any = model.get_submodule("model.rotary_emb")
+    if prefix and not hasattr(module, f"{prefix}inv_freq"):  # transformers before 5: a module for each kind of layer
+        module = model.get_submodule("model.rotary_emb" + ("_local" if prefix.startswith("sliding") else ""))
+        prefix = ""
     kind = module.rope_type[prefix.rstrip("_")] if prefix else module.rope_type
     if kind in ("dynamic", "longrope"):
         raise UnsupportedModelError(f"family {family} with {kind} RoPE: its frequencies change with the length")
