@@ -65,6 +65,10 @@ def read_call(
     if chosen is not None:
         keep = chosen & (causal_keep(query.shape[2], key.shape[2], device=key.device) if keep is None else keep)
     scale = given.get("scaling")
+    if scale is None and hasattr(module, "scale_attn_weights"):
+        # GPT-2 before transformers 5 leaves its scale to its own eager code, and its sdpa ignores these two settings
+        scale = query.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
+        scale /= layer + 1 if module.scale_attn_by_inverse_layer_idx else 1
     return AttentionCall(
         layer=layer,
         query=query,
@@ -99,6 +103,8 @@ def _chosen(module: nn.Module, query: Tensor, kv_len: int, given: dict[str, Any]
         none = torch.zeros(batch, q_len, kv_len, dtype=torch.bool, device=query.device)
         return none.scatter(-1, indices.long(), True)[:, None]
     if (blocks := given.get("block_indices")) is not None:
+        if blocks.dim() == 3:  # transformers 5.12: one choice for all heads
+            blocks = blocks[:, None]
         size = int(module.indexer.block_size)  # type: ignore[union-attr,arg-type]
         n_blocks = -(-kv_len // size)
         # one column more, for the blocks that are none

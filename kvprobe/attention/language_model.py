@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe.attention.call import Attend, AttentionCall
+from kvprobe.attention.layers import body_of
 from kvprobe.attention.rope import Rope
 from kvprobe.errors import NotIntercepted, UnsupportedModelError
 from kvprobe.shape.spec import Spec
@@ -120,7 +121,7 @@ class HFModel:
 
             seam = attending(self._model, attend)
         with seam:
-            output = self._model.base_model(input_ids=ids, use_cache=False, **inputs)
+            output = body_of(self._model)(input_ids=ids, use_cache=False, **inputs)
         # a model that is its own body gives none, and whoever only watches needs none
         return getattr(output, "last_hidden_state", torch.empty(0))
 
@@ -238,7 +239,7 @@ class _BodyOutput:
 def _answering(model: Any, output: Any) -> Iterator[None]:
     """Let the body answer with ``output``, so that the model's own forward does what it does after the body."""
     # OPT's forward calls the decoder inside its body, every other family the body itself
-    bodies = {id(body): body for body in (model.base_model, model.get_decoder())}.values()
+    bodies = {id(body): body for body in (body_of(model), model.get_decoder()) if body is not model}.values()
     # accelerate, too, puts a forward on the instance: what stood there comes back
     before = [body.__dict__.get("forward") for body in bodies]
     try:

@@ -25,6 +25,13 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return next((part for part in parts if id(part) in inside and any(_numbered(part))), model)
 
 
+def body_of(model: nn.Module) -> nn.Module:
+    """``model`` less its head; itself if it is its own body."""
+    body: nn.Module = model.base_model  # type: ignore[assignment]
+    # Gemma 3 before transformers 5 names a body that it does not have
+    return decoder_of(model) if body is model else body
+
+
 def entrances(model: nn.Module) -> list[nn.Module]:
     """The modules by which text enters: the whole, what stands between it and the decoder, and the decoder itself.
 

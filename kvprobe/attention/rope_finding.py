@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kvprobe.attention.blocks import intercepting, once
 from kvprobe.attention.call import AttentionCall, Turn
-from kvprobe.attention.layers import decoder_of, family_of
+from kvprobe.attention.layers import body_of, decoder_of, family_of
 from kvprobe.attention.rope import Rope
 from kvprobe.errors import NotIntercepted, UnsupportedModelError
 
@@ -133,7 +133,7 @@ def _look(model: nn.Module, shift: int) -> dict[int, _Seen]:
     try:
         # beneath the seam, which asks this file how a call is turned
         with torch.no_grad(), intercepting(model, once(family_of(model), watch), _unknown_turn):
-            model.base_model(**{name: ids.to(device) for name, ids in inputs.items()}, use_cache=False)  # type: ignore[operator]
+            body_of(model)(**{name: ids.to(device) for name, ids in inputs.items()}, use_cache=False)
     except (IndexError, RuntimeError, TypeError) as error:
         first = str(error).partition("\n")[0]
         raise UnsupportedModelError(

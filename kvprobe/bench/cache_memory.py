@@ -1,5 +1,6 @@
 """How much does each kind of cache hold? Ours, Hugging Face's, and one that keeps views on purpose."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
+from kvprobe.attention.layers import body_of
 from kvprobe.bench.storages import measure
 from kvprobe.caches.layer import KVCache, Place
 from kvprobe.caches.registry import build
@@ -89,6 +91,11 @@ def rows(
             )
         progress(f"caches at {context:,} tokens", len(caches), len(caches))
     return table
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which a Hugging Face model takes a cache: it was renamed within transformers 5."""
+    return "cache" if "cache" in inspect.signature(body_of(model).forward).parameters else "past_key_values"
 
 
 def fused_views(
@@ -182,7 +189,7 @@ def _unbounded(shape: Bill) -> Bill:
 def _read(model: Any, ids: Tensor, cache: Any) -> Any:
     """``cache`` after the model has read ``ids``."""
     try:
-        model.base_model(input_ids=ids, cache=cache, use_cache=True)
+        body_of(model)(input_ids=ids, **{cache_argument(model): cache}, use_cache=True)
     except (TypeError, AttributeError, NotImplementedError) as error:
         raise UnsupportedModelError(
             f"family {model.config.model_type} does not take transformers' {type(cache).__name__}: {error}"
