@@ -7,6 +7,7 @@ from torch import nn
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.capture import capture
 from kvprobe.attention.language_model import Attended, language_model, observe
+from kvprobe.attention.layers import body_of
 from kvprobe.attention.seam import attending
 from kvprobe.decoder.model import from_hf
 from kvprobe.errors import KvprobeError, NotIntercepted, UnsupportedModelError
@@ -201,7 +202,7 @@ def test_a_block_on_what_is_no_language_model_is_refused():
 @each_family
 def test_logits_need_no_pass_before(family):
     model, ids = tiny_model(family), tiny_ids(12)
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     close(language_model(model).logits(hidden), model(ids, use_cache=False).logits)
 
 

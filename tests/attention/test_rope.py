@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.capture import capture
+from kvprobe.attention.layers import body_of
 from kvprobe.attention.rope import Rope
 from kvprobe.attention.seam import attending, rope_of
 from kvprobe.errors import UnsupportedModelError
@@ -132,7 +133,7 @@ def values_alone(call: AttentionCall) -> Tensor:
 
 
 def hush_linear_layers(model: Any) -> None:
-    for layer in getattr(model.base_model, "layers", []):
+    for layer in getattr(body_of(model), "layers", []):
         if hasattr(layer, "linear_attn"):  # it counts, so its output depends on the position
             layer.linear_attn.register_forward_hook(lambda module, given, output: torch.zeros_like(output))
 
@@ -184,7 +185,7 @@ def test_keys_turned_back_are_what_the_models_own_module_gave(family: str, befor
 
         return hook
 
-    for index, layer in enumerate(model.base_model.layers):
+    for index, layer in enumerate(body_of(model).layers):
         if hasattr(layer, "self_attn"):
             getattr(layer.self_attn, before_rope).register_forward_hook(note(index))
     seen = capture(model, ids)

@@ -18,8 +18,9 @@ from kvprobe.attention.call import AttentionCall
 from kvprobe.attention.capture import Captured, capture
 from kvprobe.attention.masks import causal_keep, window_keep
 from kvprobe.attention.seam import attending, family_of, rope_of
+from kvprobe.bench.cache_memory import cache_argument
 from kvprobe.errors import NotIntercepted, UnsupportedModelError
-from support.tiny import BYPASSING, HOOKED, WINDOW, tiny_ids, tiny_model
+from support.tiny import BYPASSING, HOOKED, TESTED, WINDOW, skip_before, tiny_ids, tiny_model
 
 every_family = pytest.mark.parametrize("family", HOOKED)
 either_side = pytest.mark.parametrize("side", ["left", "right"])
@@ -166,6 +167,7 @@ def test_a_mask_that_is_a_bias_is_refused() -> None:
 
 
 def test_an_encoder_without_a_mask_stays_bidirectional() -> None:
+    skip_before("5", "BERT is not sent through the attention interface")
     config = transformers.BertConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
     )
@@ -353,7 +355,8 @@ def test_gpt2_scaled_by_the_inverse_layer_index() -> None:
         scales[call.layer] = call.scale
         return call.attend()
 
-    assert torch.equal(logits_of(model, ids, watch), logits_of(model, ids))
+    exact = model.config._attn_implementation == "sdpa"
+    close(logits_of(model, ids, watch), logits_of(model, ids), 0.0 if exact else 1e-5)
     assert scales == pytest.approx({layer: 8**-0.5 / (layer + 1) for layer in range(3)})
 
 
@@ -412,7 +415,8 @@ def test_plain_forward_hooks_on_gpt2_see_the_same_keys_values_and_maps() -> None
         seen.append(call.layer)
         # GPT-2's own arithmetic, so that the next layer reads the very same bits
         mask = torch.zeros(call.keep.shape).masked_fill(~call.keep, -torch.inf)
-        output, _ = eager_attention_forward(model, call.query, call.key, call.value, mask, scaling=call.scale)
+        block = model.transformer.h[call.layer].attn
+        output, _ = eager_attention_forward(block, call.query, call.key, call.value, mask, scaling=call.scale)
         return output.transpose(1, 2)
 
     assert torch.equal(logits_of(model, ids, watch), plain)
@@ -598,7 +602,7 @@ def in_steps(model: Any, ids: Tensor, cache_of_theirs: Any) -> Tensor:
     cuts = [9, 4] + [1] * (ids.shape[1] - 13)
     parts, done = [], 0
     for size in cuts:
-        output = model(ids[:, done : done + size], cache=cache_of_theirs, use_cache=True)
+        output = model(ids[:, done : done + size], **{cache_argument(model): cache_of_theirs}, use_cache=True)
         parts.append(output.logits)
         done += size
     return torch.cat(parts, dim=1)
@@ -621,7 +625,11 @@ def test_decoding_through_the_models_own_cache_equals_one_forward(family: str, k
         return call.attend()
 
     with torch.no_grad():
-        plain = in_steps(model, ids, fresh())
+        try:
+            plain = in_steps(model, ids, fresh())
+        except (AttributeError, RuntimeError) as error:
+            skip_before(TESTED, f"its own cache fails ({error})")
+            raise
         with attending(model, watch):
             hooked = in_steps(model, ids, fresh())
     close(hooked, plain)
@@ -640,6 +648,8 @@ def test_a_model_that_accelerate_spreads_goes_through_unchanged(family: str, whe
         model = accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
     assert any(parameter.is_meta for parameter in model.parameters())
     before = state_of(model)
+    if not torch.allclose(logits_of(model, ids), plain, atol=1e-3):
+        skip_before(TESTED, "its offloaded model gives other logits by itself")
     assert_plain(model, logits_of(model, ids, untouched), plain)
     assert all(torch.equal(x, keys[layer]) for layer, x in capture(model, ids, to_cpu=True).keys.items())
     assert (logits_of(model, ids, silence(1)) - plain).abs().max() > 1e-2

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvprobe.attention.layers import body_of
 from kvprobe.errors import KvprobeError
 from kvprobe.probes.losses import check_score_from, nll, perplexity, token_losses
 from support.tiny import HOOKED, tiny_ids, tiny_model
@@ -52,7 +53,7 @@ def test_losses_are_those_of_the_models_own_logits(family):
 )
 def test_what_a_family_does_to_its_logits_is_kept(config_class, model_class, settings):
     model, ids = scaled(config_class, model_class, **settings), tiny_ids(24)
-    head = model.get_output_embeddings()(model.base_model(input_ids=ids).last_hidden_state)
+    head = model.get_output_embeddings()(body_of(model)(input_ids=ids).last_hidden_state)
     assert (head - model(input_ids=ids).logits).abs().max() > 0.1, "the family does nothing that could be lost"
     torch.testing.assert_close(token_losses(model, ids, score_from=5), whole(model, ids, 5)[0], atol=3e-6, rtol=0)
 

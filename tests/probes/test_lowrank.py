@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvprobe.attention.layers import body_of
 from kvprobe.attention.seam import attending
 from kvprobe.probes.lowrank import (
     View,
@@ -200,7 +201,7 @@ def calls_of(family, length=12, **overrides):
         return call.attend()
 
     with attending(model, watch):
-        model.base_model(input_ids=tiny_ids(length, batch=2), use_cache=False)
+        body_of(model)(input_ids=tiny_ids(length, batch=2), use_cache=False)
     return model, calls
 
 
@@ -238,7 +239,7 @@ def test_before_rope_equal_tokens_have_equal_keys():
         return call.attend()
 
     with attending(model, watch):
-        model.base_model(input_ids=torch.full((1, 20), 7), use_cache=False)
+        body_of(model)(input_ids=torch.full((1, 20), 7), use_cache=False)
     for matrix in rows.values():
         torch.testing.assert_close(matrix, matrix[:, :1].expand_as(matrix), atol=1e-5, rtol=0)
 

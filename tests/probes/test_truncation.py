@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvprobe.attention.layers import body_of
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.probes.losses import token_losses
 from kvprobe.probes.lowrank import View, storage
@@ -26,7 +27,7 @@ def planted(family, rank, *, keys_only=False, seed=0, **overrides):
         left = torch.randn(weight.shape[0], rank, generator=generator)
         return left @ torch.randn(rank, weight.shape[1], generator=generator) * 0.3 / rank**0.5
 
-    for block in model.base_model.h if family == "gpt2" else model.base_model.layers:
+    for block in body_of(model).h if family == "gpt2" else body_of(model).layers:
         if family == "gpt2":
             attention, width = block.attn.c_attn, block.attn.c_attn.weight.shape[0]
             attention.weight[:, width:] = low(attention.weight[:, width:].T).T
@@ -259,7 +260,7 @@ def test_ranks_left_open_are_a_half_a_quarter_and_an_eighth_of_the_width():
 def test_the_spectrum_needs_one_clean_pass_and_doubles_its_ranks():
     model, ids = tiny_model("llama"), tiny_ids(T)[0]
     forwards = []
-    handle = model.base_model.register_forward_hook(lambda _m, _a, k, _o: forwards.append(k["input_ids"].shape[1]),
+    handle = body_of(model).register_forward_hook(lambda _m, _a, k, _o: forwards.append(k["input_ids"].shape[1]),
                                                     with_kwargs=True)  # fmt: skip
     rows = spectrum_rows(model, ids)
     handle.remove()
@@ -291,7 +292,7 @@ def test_the_spectrum_needs_one_clean_pass_and_doubles_its_ranks():
 def test_what_cannot_be_swept_is_refused_before_any_long_pass(settings, text):
     model = tiny_model("llama")
     lengths = []
-    model.base_model.register_forward_hook(lambda _m, _a, k, _o: lengths.append(k["input_ids"].shape[1]),
+    body_of(model).register_forward_hook(lambda _m, _a, k, _o: lengths.append(k["input_ids"].shape[1]),
                                            with_kwargs=True)  # fmt: skip
     with pytest.raises(ValueError, match=text):
         sweep(model, tiny_ids(T)[0], **({"score_from": 20} | settings))

@@ -5,11 +5,17 @@ The weights are drawn wide enough that attention is far from uniform, so that a 
 
 from typing import Any
 
+import pytest
 import torch
+from packaging.version import Version
 
 from kvprobe.decoder.families.family import N_LAYERS, VOCAB, WINDOW
 from kvprobe.decoder.families.llama import TINY
 from kvprobe.decoder.weights import FAMILIES as OURS
+from kvprobe.models import rope_names
+
+# the release that constraints.txt names: it has every family below
+TESTED = "5.24.0"
 
 _HALVES = TINY
 _MHA: dict[str, Any] = {k: v for k, v in _HALVES.items() if k not in ("num_key_value_heads", "head_dim")}
@@ -204,12 +210,33 @@ HOOKED = tuple(family for family in FAMILIES if family not in ("falcon", "bloom"
 BYPASSING = ("falcon", "bloom", "mpt", "gpt_neo")
 
 
+def skip_before(version: str, why: str) -> None:
+    """Skip a test on a transformers older than ``version``."""
+    import transformers
+
+    if Version(transformers.__version__) < Version(version):
+        pytest.skip(f"transformers {transformers.__version__}: {why}")
+
+
+def skip_unless_there(name: str) -> None:
+    """Skip a test if the installed transformers is older than its class ``name``; those of the newest are all there."""
+    import transformers
+
+    if not hasattr(transformers, name):
+        version = transformers.__version__
+        assert Version(version) < Version(TESTED), f"transformers {version} has no {name}"
+        pytest.skip(f"transformers {version} has no {name}")
+
+
 def tiny_config(family: str, **overrides: Any) -> Any:
     """The configuration alone; `overrides` are the family's own configuration keys."""
     import transformers
 
-    config_class, _, settings = (FAMILIES | SPECIAL)[family]
-    return getattr(transformers, config_class)(**(settings | overrides))
+    name, _, settings = (FAMILIES | SPECIAL)[family]
+    skip_unless_there(name)
+    config_class = getattr(transformers, name)
+    of_type = {"model_type": config_class.model_type, **settings, **overrides}
+    return config_class(**{k: v for k, v in rope_names.for_installed(family, of_type).items() if k != "model_type"})
 
 
 def tiny_model(family: str, seed: int = 0, *, std: float = 0.2, **overrides: Any) -> Any:
@@ -220,6 +247,13 @@ def tiny_model(family: str, seed: int = 0, *, std: float = 0.2, **overrides: Any
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # some families draw their vectors too when they are built
         model = getattr(transformers, (FAMILIES | SPECIAL)[family][1])(config)
+    if family not in BYPASSING and not model._can_set_attn_implementation():
+        skip_before(TESTED, f"{family} goes round the attention interface")
+    capped = getattr(config, "attn_logit_softcapping", None)
+    rescaled = getattr(config, "scale_attn_by_inverse_layer_idx", False) or not getattr(config, "scale_attn_weights", 1)
+    if capped or (rescaled and Version(transformers.__version__) < Version("5.12")):
+        # sdpa, which older releases take for these too, drops both without a word
+        model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
