@@ -11,7 +11,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 MODEL ?= smollm2-135m
 
-.PHONY: demo figures test test-slow lint clean
+.PHONY: demo figures test test-oldest test-matrix test-slow lint clean
 
 demo: $(INSTALLED)
 	@$(BIN)/kvprobe pull smollm2-135m
@@ -33,6 +33,14 @@ test: $(INSTALLED)
 	$(BIN)/kvprobe pull gpt2-tokenizer
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+# the other end of the supported versions: every dependency at its lower bound
+test-oldest: $(INSTALLED)
+	$(BIN)/nox -s oldest
+
+test-matrix: $(INSTALLED)
+	$(BIN)/nox
+	$(BIN)/python -m analyses.releases --collect
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow

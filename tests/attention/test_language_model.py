@@ -19,6 +19,8 @@ from kvprobe.probes.truncation import sweep
 from support.decoders import FAMILIES, rope_decoder
 from support.tiny import tiny_ids, tiny_model
 
+pytestmark = pytest.mark.contract
+
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 

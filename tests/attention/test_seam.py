@@ -22,6 +22,8 @@ from kvprobe.bench.cache_memory import cache_argument
 from kvprobe.errors import NotIntercepted, UnsupportedModelError
 from support.tiny import BYPASSING, HOOKED, TESTED, WINDOW, skip_before, tiny_ids, tiny_model
 
+pytestmark = pytest.mark.contract
+
 every_family = pytest.mark.parametrize("family", HOOKED)
 either_side = pytest.mark.parametrize("side", ["left", "right"])
 

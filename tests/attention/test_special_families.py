@@ -20,6 +20,8 @@ from kvprobe.probes.lowrank import View
 from kvprobe.probes.window_attention import attend_window, windowed
 from support.tiny import SPECIAL, WINDOW, tiny_ids, tiny_model
 
+pytestmark = pytest.mark.contract
+
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "minimax_m3_vl_text")
 MULTIMODAL = ("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 WITHOUT_POSITIONS = ("smollm3", "cohere2", "exaone4", "afmoe", "llama4_text")

@@ -9,6 +9,8 @@ from kvprobe.errors import UnsupportedModelError
 from support.decoders import FAMILIES, VARIANTS, rope_decoder
 from support.tiny import tiny_ids, tiny_model
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_hugging_face(family):
