@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+from kvprobe.cli.commands import generate
+from kvprobe.errors import KvprobeError
 from support.chat import CHANGES_ITS_INPUT, DROPS_SYSTEM, NO_SYSTEM, with_template
 from support.models import document
 
@@ -219,6 +221,29 @@ def test_what_cannot_be_asked_is_one_line(main, chatty, options, code, says):
     assert (done.returncode, done.stdout) == (code, "")
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+def test_prompts_without_a_model_go_to_the_default_one(main, monkeypatch, tmp_path, chat):
+    asked = []
+
+    def load(name, options, progress):
+        asked.append(name)
+        raise KvprobeError("loaded enough")
+
+    monkeypatch.setattr(generate, "load_model", load)
+    file = tmp_path / "prompt.txt"
+    file.write_text("hi")
+    for prompt in (["--prompt", "hi"], ["--prompt-file", file]):
+        done = main("generate", *prompt, *chat)
+        assert (done.returncode, done.stderr) == (1, "kvprobe: loaded enough\n"), done.stderr
+    assert asked == ["gpt2", "gpt2"]
+
+
+def test_several_prompts_as_arguments_are_told_to_repeat_prompt(main):
+    done = main("generate", "smollm2-135m", "--chat", "Q1", "Q2", "Q3")
+    assert done.returncode == 2
+    assert "got 4 arguments: several prompts: repeat --prompt" in done.stderr
 
 
 def test_help_teaches_by_example(main):

@@ -259,12 +259,15 @@ def _asked(arguments: tuple[str, ...], options: dict[str, Any]) -> tuple[str, li
 
     given = [*options["prompts"]]
     if len(arguments) > 2:
-        raise click.UsageError(f"expected [MODEL] PROMPT, got {len(arguments)} arguments: put the prompt in quotes")
+        raise click.UsageError(
+            f"expected [MODEL] PROMPT, got {len(arguments)} arguments: several prompts: repeat --prompt; one prompt: "
+            "put it in quotes"
+        )
     named = len(arguments) == 2 or (arguments and (given or options["files"]))
     name, positional = (arguments[0], arguments[1:]) if named else ("gpt2", arguments)
     if not positional and not given and not options["files"]:
         raise click.UsageError("PROMPT is missing: kvprobe generate [MODEL] 'Once upon a time'")
-    if not named and _names_a_model(positional[0]):
+    if not named and positional and _names_a_model(positional[0]):
         raise click.UsageError(f"PROMPT is missing: kvprobe generate {positional[0]} 'Once upon a time'")
     if [*positional, *options["files"]].count("-") > 1:
         raise click.UsageError("standard input (-) can be read only once: give it as one prompt")
