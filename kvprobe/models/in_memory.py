@@ -1,6 +1,5 @@
 """How is a model used that is already in memory: fine-tuned, merged or made by hand?"""
 
-import hashlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.models import arrivals, checkpoint_checks
 from kvprobe.models.loading import Loaded
+from kvprobe.models.revisions import weights_digest
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
-
-_SAMPLED = 64
 
 
 def from_memory(model: Any, tokenizer: Any = None, *, name: str | None = None) -> Loaded:
@@ -48,18 +46,7 @@ def from_memory(model: Any, tokenizer: Any = None, *, name: str | None = None) -
         spec=spec,
         name=name,
         source="memory",
-        revision=f"memory:{_digest(parameters)[:16]}",
+        revision=f"memory:{weights_digest(model)}",
         dtype=dtype,
         device=devices[0],
     )
-
-
-def _digest(parameters: dict[str, Any]) -> str:
-    digest = hashlib.sha256()
-    for path, parameter in parameters.items():
-        digest.update(f"{path} {[*parameter.shape]} {parameter.dtype}".encode())
-        flat = parameter.detach().flatten()
-        # spread over the whole tensor: fine-tuning changes nearly all of it
-        some = flat[:: max(1, len(flat) // _SAMPLED)][:_SAMPLED]
-        digest.update(some.float().cpu().numpy().tobytes())
-    return digest.hexdigest()

@@ -1,10 +1,7 @@
 """Which model does a name mean, and how is it loaded: pulled, a directory, a GGUF file, or a hub repository?"""
 
-import hashlib
-import json
 import os
-import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +10,7 @@ from kvprobe.files.jsonfile import read_object
 from kvprobe.files.store import MANIFEST, home, read_manifest, verify
 from kvprobe.models import arrivals, checkpoint_checks, headers, hub, pull
 from kvprobe.models.checkpoint_checks import quiet
+from kvprobe.models.revisions import revision_of, weights_digest
 from kvprobe.progress import Progress, silent
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.shape.spec import Spec
@@ -48,19 +46,29 @@ class Loaded:
     device: str
     code: str | None = None
     """Whose code is run, if the repository brings its own."""
+    _digest: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_digest", weights_digest(self.model))
 
     def __repr__(self) -> str:
         """As in ``Loaded(smollm2-135m, float32 on cpu)``."""
         return f"Loaded({self.name}, {self.dtype} on {self.device})"
 
     def record(self) -> dict[str, Any]:
-        """The model and its device in a run record: names and fingerprints, never a path."""
+        """The model and its device in a run record: names and fingerprints, never a path.
+
+        Weights that were changed since are no longer the revision's: their source is ``memory``.
+        """
         import torch
 
+        digest = weights_digest(self.model)
+        changed = {} if digest == self._digest else {"revision": f"memory:{digest}", "source": "memory"}
         return {
             "model": self.name,
             "revision": self.revision,
             "source": self.source,
+            **changed,
             "dtype": self.dtype,
             "device": self.device,
             "gpu": torch.cuda.get_device_name() if self.device.startswith("cuda") else None,
@@ -244,43 +252,6 @@ def available() -> list[dict[str, Any]]:
         name = f"{manifest['name']}.gguf"
         rows.append({**other, "name": name, "state": "gguf", "bytes": _size(directory), "what": "a GGUF file"})
     return rows
-
-
-def revision_of(directory: Path) -> str:
-    """An identifier of the weights, without reading them all.
-
-    With our manifest: ``manifest:`` and the start of the SHA-256 over the SHA-256 of every file. Otherwise ``sample:``
-    and the SHA-256 over the configuration and each safetensors file's size, header, first and last MiB: it tells
-    checkpoints apart, but does not prove them equal.
-    """
-    digest = hashlib.sha256()
-    if checksums := _checksums(directory):
-        digest.update(json.dumps(checksums).encode())
-        return f"manifest:{digest.hexdigest()[:16]}"
-    digest.update((directory / "config.json").read_bytes())
-    for path in _weights_there(directory):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (header,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-            digest.update(f"{path.name} {size}".encode())
-            digest.update(file.read(min(header, size, headers.LIMIT) + 2**20))
-            file.seek(max(0, size - 2**20))
-            digest.update(file.read())
-    return f"sample:{digest.hexdigest()[:16]}"
-
-
-def _checksums(directory: Path) -> dict[str, str]:
-    """The SHA-256 of every file by our manifest; empty without a manifest, or if it is not ours."""
-    files = (read_manifest(directory) or {}).get("files", {})
-    sums = {file: of.get("sha256") for file, of in sorted(files.items())}
-    return sums if all(isinstance(checksum, str) for checksum in sums.values()) else {}
-
-
-def _weights_there(directory: Path) -> list[Path]:
-    try:
-        return headers.weight_files(directory)
-    except KvprobeError:  # loading it will raise this
-        return []
 
 
 def _checkpoint(directory: Path, name: str, source: str) -> Checkpoint:

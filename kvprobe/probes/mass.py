@@ -62,7 +62,7 @@ class Mass:
                     "uniform": float(self.uniform[j]),
                     "sink_rate": float(self.sink_rate(epsilon)[j]),
                     "top_position": top,
-                    "top_token": tokenizer.decode([int(input_ids[top])]),
+                    "top_token": None if tokenizer is None else tokenizer.decode([int(input_ids[top])]),
                     "top_mass": float(self.share[j, top]),
                     "window": windows[layer],
                     "head_mass": self.token0[j].tolist(),

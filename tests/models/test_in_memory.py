@@ -44,6 +44,20 @@ def test_the_revision_tells_a_fine_tuned_model_from_the_one_before(loaded):
     assert from_memory(loaded.model, loaded.tokenizer).revision != first.revision
 
 
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_weights_changed_after_prepare_are_another_revision_in_the_record(loaded, tiny_llama, from_disk):
+    # without a tokenizer a token has no text
+    given = {"model": str(tiny_llama), "device": "cpu"} if from_disk else {"model": loaded.model}
+    subject = kvprobe.prepare(**given, ids=tiny_ids(96)[0])
+    before = Sinks().run(subject).run
+    assert before["revision"] == subject.loaded.revision
+    with torch.no_grad():
+        subject.model.get_output_embeddings().weight.add_(1e-4)
+    after = Sinks().run(subject).run
+    assert (after["revision"], after["source"]) == (from_memory(subject.model).revision, "memory")
+    assert after["revision"] != before["revision"]
+
+
 def test_a_string_and_ids_are_read_whole(loaded):
     said = "Thetidecameupbynight."  # its vocabulary has no space
     subject = kvprobe.prepare(loaded, string=said)
