@@ -53,6 +53,7 @@ clean:
 
 # torch first and by its exact version: anything that lets pip choose may fetch a GPU build of gigabytes
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "Fetching torch and what else kvprobe needs into $(VENV): about 2.3 GB on disk; it takes some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,fast]'

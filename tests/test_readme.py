@@ -1,5 +1,6 @@
 """What the README states of the cases is what the library computes."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -37,3 +38,43 @@ def test_the_table_has_every_case_and_the_number_of_families():
     words = " ".join(README.split())
     assert f"as its authors mean it: {len(known())} families" in words
     assert f"({len(REFUSED)} families by name" in words
+
+
+def test_the_speed_table_is_the_kept_result():
+    with (ROOT / "results" / "decode_speed.csv").open(encoding="utf-8", newline="") as file:
+        kept = {(row["phase"], row["way"]): row for row in csv.DictReader(file)}
+    printed = {
+        "transformers' `generate`, DynamicCache": "Hugging Face, DynamicCache",
+        "transformers' `generate`, StaticCache": "Hugging Face, StaticCache",
+        "kvprobe, torch": "ours, torch",
+        "kvprobe, compiled": "ours, fastest",
+    }
+    section = README[README.index("Speed of the decoder") : README.index("## Models that were run")].replace("**", "")
+    rows = re.findall(r"^\| ([^|]*\w[^|]*) \| (\S+) s \| (\S+) ms \| (\S+) \|$", section, re.M)
+    assert rows == [
+        (
+            shown,
+            f"{float(kept['prefill', way]['ms_median']) / 1000:.2f}",
+            f"{float(kept['decode', way]['ms_median']):.1f}",
+            f"{float(kept['decode', way]['fraction']):.2f}",
+        )
+        for shown, way in printed.items()
+    ]
+    token, prompt = (float(kept[phase, "ours, fastest"]["speedup"]) for phase in ("decode", "prefill"))
+    assert f"is {token:.2f} for a token and {prompt:.2f} for the prompt" in " ".join(section.split())
+
+
+def test_the_readme_gives_a_bill_in_the_units_of_the_command(main):
+    command, token, total = re.search(
+        r"`kvprobe (cache llama-2-70b [^`]*)` \| (\S+ \S+) a token: at this context the cache reaches (\S+ \S+) \|",
+        README,
+    ).groups()
+    done = main(*command.split())
+    row = next(line for line in done.stdout.splitlines() if line.startswith("as it is"))
+    assert f"  {total}  " in row
+    assert f"  {token}  " in row
+
+
+def test_installing_says_first_what_is_fetched():
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("$(INSTALLED): ")[-1].splitlines()[1:]
+    assert re.match(r'\t@echo "Fetching torch .* GB on disk', recipe[0])
