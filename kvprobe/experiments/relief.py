@@ -60,11 +60,11 @@ class Relief(Experiment):
         Column("kind", "factor"),
         *(column for column in LOSS_COLUMNS if column.field != "perplexity"),
         Column("bytes", "cache", amount),
-        Column("bytes_per_token", "bytes a token", ",.1f"),
+        Column("bytes_per_token", "bytes a token", amount),
         Column("relief", "times smaller", ",.2f"),
         Column("on_front", "on the front"),
     )
-    in_units = ("bytes",)
+    in_units = ("bytes", "bytes_per_token")
 
     windows: tuple[int, ...] = setting(
         (),
@@ -160,7 +160,8 @@ class Relief(Experiment):
         said = f"{passage_of(result.run)}: of {len(levers)} levers that never saw the scored tokens "
         if not free:
             return f"{said}none takes less memory without a measurable rise in loss"
-        best = min(free, key=lambda row: row["bytes"])
+        # of what no other lever beats; of equal bytes, the lower loss
+        best = min(free, key=lambda row: (not row["on_front"], row["bytes"], row["loss"]))
         fitted = f" (of {fitted_to(result.run)})" if best["basis"] == "heldout" else ""
         return (
             f"{said}the smallest cache without a measurable rise in loss is {best['lever']}{fitted}, "

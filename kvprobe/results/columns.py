@@ -37,7 +37,7 @@ def _nested(value: Any) -> str:
     return plain(value)
 
 
-def amount(value: int) -> str:
+def amount(value: float) -> str:
     """Bytes in the unit that reads best."""
     return str(Amount(value))
 

@@ -185,7 +185,7 @@ def _form(layer: Layer) -> str:
 class Amount:
     """Bytes for people to read: three digits of the largest binary unit that gives at least 1; KiB = 1024 B."""
 
-    n_bytes: int
+    n_bytes: float
 
     def __str__(self) -> str:
         value, units = float(self.n_bytes), ["TiB", "GiB", "MiB", "KiB", "B"]

@@ -1,7 +1,11 @@
 """`kvprobe relief` as its users meet it."""
 
+import re
+
 import pytest
 
+from kvprobe.experiments.relief import Relief
+from kvprobe.results.result import Result
 from support.models import only_document, write_random
 
 BOTH = ("--basis", "oracle", "--basis", "heldout")
@@ -32,6 +36,28 @@ def test_the_table_ends_in_the_finding(main, tiny_llama):
     ]  # fmt: skip
     assert lines[-1].startswith("tiny-llama, bundled, 64 tokens")
     assert "of 3 levers that never saw the scored tokens" in lines[-1]
+
+
+def test_the_table_has_bytes_a_token_in_units(main, tiny_llama):
+    first = main("relief", tiny_llama, *SHORT).stdout.splitlines()[1]
+    assert re.fullmatch(r"as it is +model( +\S+){4} +(\S+ (B|KiB|MiB)) +(\S+ (B|KiB)) +1\.0000 +\S+", first), first
+
+
+def test_the_finding_names_a_lever_on_the_front_and_of_equal_bytes_the_lower_loss():
+    def row(lever, n_bytes, loss, *, on_front, low=-0.1):
+        delta = {"delta": loss - 3, "delta_low": low, "delta_high": 0.2}
+        return (
+            {"lever": lever, "basis": None, "bytes": n_bytes, "loss": loss, "relief": 100 / n_bytes}
+            | delta
+            | {"on_front": on_front}
+        )
+
+    run = {"model": "m", "passage": "p", "n_tokens": 64, "has_bos": False}
+    full = row("as it is", 100, 3.0, on_front=True)
+    window, bits = row("window", 14, 3.09, on_front=False), row("4-bit", 14, 3.01, on_front=True)
+    large = row("8-bit", 27, 3.0, on_front=True)
+    for rows in ([full, window, bits, large], [full, large, bits, window]):
+        assert "loss is 4-bit, 7.1 times smaller" in Relief.sentence(Result("relief_map", rows, run))
 
 
 def test_a_model_of_other_caches_is_refused_by_its_family(main, gpt2_tokenizer_files, tmp_path):
