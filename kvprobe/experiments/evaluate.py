@@ -133,7 +133,8 @@ def evaluate(
     names one in a file, which is run. The first target is the token after ``score_from``, half of the passage by
     default. Rows have ``attend`` (None: the model as it is), ``loss``, ``perplexity``, ``delta`` in nat a token with
     its 95 % interval ``delta_low`` to ``delta_high`` (paired, by blocks of tokens), ``kld_mean`` and ``kld_p99`` of
-    KL(full ‖ changed) in nat a token, and ``top1_agreement``. Raises as :class:`Evaluate` does.
+    KL(full ‖ changed) in nat a token, and ``top1_agreement``. The interval stands on the targets of this passage alone,
+    ``.run["n_targets"]`` of them. Raises as :class:`Evaluate` does.
 
     >>> import kvprobe
     >>> def small_norms(call):

@@ -47,6 +47,8 @@ def change_of(row: Row) -> str:
     """How a loss differs from the full pass's, as far as ``delta`` and its interval support it."""
     low, high = row["delta_low"], row["delta_high"]
     within = f"95 % interval {signed(low)} to {signed(high)}"
+    if row["delta"] == low == high == 0:
+        return "is identical to the full pass's"
     if low > 0:
         return f"rises by {row['delta']:.3f} nat a token ({within})"
     if high < 0:

@@ -59,6 +59,11 @@ def by_loops(call):
     return output
 
 
+def test_a_function_that_changes_nothing_is_said_to_be_identical(subject):
+    result = kvprobe.evaluate(subject, untouched)
+    assert "31 targets: with untouched the loss is identical to the full pass's; " in Evaluate.sentence(result)
+
+
 def test_loss_interval_divergence_and_agreement_by_hand(subject):
     result = kvprobe.evaluate(subject, small_norms)
     full, own = result.rows
