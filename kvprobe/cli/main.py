@@ -20,6 +20,7 @@ import kvprobe.cli.commands
 from kvprobe import __version__
 from kvprobe.cli.command import flags_of
 from kvprobe.cli.completion import completing
+from kvprobe.cli.options import refuse_repeated
 from kvprobe.cli.process import tune_process
 from kvprobe.errors import KvprobeError, did_you_mean, reword
 from kvprobe.results.visible import visible
@@ -73,7 +74,10 @@ class LazyGroup(click.Group):
             ctx.fail(
                 f"no such command {args[0]!r}: {did_you_mean(args[0], known, '`kvprobe --help` lists the commands')}"
             )
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not ctx.resilient_parsing:
+            refuse_repeated(click.Context(command, info_name=name, parent=ctx), rest)
+        return name, command, rest
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

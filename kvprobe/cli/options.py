@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -61,6 +62,17 @@ class Choice(click.Choice[str]):
         """As click says it, with what was probably meant."""
         said, meant = super().get_invalid_choice_message(value, ctx), did_you_mean(str(value), self.choices)
         return f"{said.removesuffix('.')}: {meant}" if meant else said
+
+
+def refuse_repeated(ctx: click.Context, args: list[str]) -> None:
+    """A usage error for an option that takes one value and is given several times: click would keep the last."""
+    try:
+        _, _, order = ctx.command.make_parser(ctx).parse_args([*args])
+    except click.UsageError:  # parsing for the command will raise it too
+        return
+    for param, count in Counter(order).items():
+        if isinstance(param, click.Option) and count > 1 and not (param.multiple or param.is_flag or param.count):
+            raise click.UsageError(f"{param.opts[0]} takes one value and is given {count} times: give it once", ctx)
 
 
 def with_options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
@@ -220,14 +232,15 @@ def _checked_plots(ctx: click.Context, param: click.Parameter, values: tuple[str
 
 
 def checked_parent(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """A click callback: a usage error unless the file can be written and ``--out`` and ``--plot`` differ."""
+    """A click callback: a usage error unless the file can be written; a picture is no table."""
     if value is None:
         return value
     if value == "":
         raise click.BadParameter("a file name is needed", ctx, param)
-    others = [ctx.params.get("out")] if param.name == "plot" else ctx.params.get("plot") or ()
-    if any(other and Path(value).resolve() == Path(other).resolve() for other in others):
-        raise click.BadParameter(f"--out and --plot would write the same file {value!r}", ctx, param)
+    if param.name == "out" and Path(value).suffix.lower() in PLOT_ENDINGS:
+        draws = any(option.name == "plot" for option in ctx.command.params)
+        hint = f"--plot {value} draws a picture" if draws else "give another ending"
+        raise click.BadParameter(f"{value!r} would hold no picture: {hint}", ctx, param)
     # before the work, not after it
     directory = Path(value).parent
     if not directory.is_dir():

@@ -81,8 +81,8 @@ def test_what_is_close_to_a_name_is_told_it(run, gpt2_random, monkeypatch, argum
         (["--plot", "mass.jpg"], "must end in one of .svg, .png, .pdf"),
         (["--plot", "nosuch/mass.png"], "directory 'nosuch' does not exist: make it first"),
         (["--plot", "mass.png", "--plot", "nosuch/mass.svg"], "directory 'nosuch' does not exist: make it first"),
-        (["--plot", "a.svg", "--plot", "mass.png", "--out", "mass.png"], "would write the same file 'mass.png'"),
-        (["--out", "mass.png", "--plot", "a.svg", "--plot", "mass.png"], "would write the same file 'mass.png'"),
+        (["--plot", "a.svg", "--plot", "mass.png", "--out", "mass.png"], "'mass.png' would hold no picture"),
+        (["--out", "mass.png", "--plot", "a.svg", "--plot", "mass.png"], "'mass.png' would hold no picture"),
         (["--out", "nosuch/mass.json"], "directory 'nosuch' does not exist"),
         (["--epsilon", "1.5"], "0<=x<=1"),
     ],
@@ -339,3 +339,24 @@ def test_sinks_gpt2_comes_from_the_hub_once_and_then_needs_none(gpt2_random, tmp
     one, two = json.loads(first.stdout), json.loads(second.stdout)
     assert one["rows"] == two["rows"]
     assert (one["run"]["model"], one["run"]["source"], one["run"]["revision"]) == ("gpt2", "hub", COMMIT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["window", "--text", "bundled", "--text", "manual"], "--text takes one value and is given 2 times"),
+        (
+            ["sinks", "nowhere", "--tokens=9", "--tokens", 9, "--tokens", 9],
+            "--tokens takes one value and is given 3 times",
+        ),
+        (["report", "--out", "a.html", "--out", "b.html"], "--out takes one value and is given 2 times"),
+        (["generate", "hi", "--seed", 1, "--seed", 1], "--seed takes one value and is given 2 times"),
+        (["sinks", "nowhere", "--out", "x.png"], "'x.png' would hold no picture: --plot x.png draws a picture"),
+        (["sinks", "nowhere", "--format", "json", "--out", "x.SVG"], "--plot x.SVG draws a picture"),
+        (["report", "nowhere", "--out", "x.pdf"], "'x.pdf' would hold no picture: give another ending"),
+    ],
+)
+def test_an_option_given_twice_and_a_picture_in_out_are_usage_errors(main, arguments, says):
+    done = main(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
