@@ -38,7 +38,20 @@ def contract(session: nox.Session, *pins: str, constraints: list[str] | None = N
     report = Path(session.create_tmp(), "contract.xml").resolve()
     environment = {"OMP_NUM_THREADS": "1"}
     # an older release has warnings of its own, which no test is about
-    command = ("python", "-m", "pytest", "-m", "contract", *SUITE, "-n", "2", "-q", "-W", "default", f"--junitxml={report}")
+    command = (
+        "python",
+        "-m",
+        "pytest",
+        "-m",
+        "contract",
+        *SUITE,
+        "-n",
+        "2",
+        "-q",
+        "-W",
+        "default",
+        f"--junitxml={report}",
+    )
     session.run(*command, env=environment)
     session.run("python", "-m", "analyses.releases", "--junit", str(report), env=environment)
 

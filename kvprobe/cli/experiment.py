@@ -1,6 +1,5 @@
 """How does an experiment become a command? Fields are options, the docstring is the help, columns are the table."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +37,7 @@ def command_of(
             show(result, kind, options)
             draw(result, kind, options)
 
-    command.__doc__ = inspect.getdoc(kind)
+    command.__doc__ = kind.help
     parts = [options_of(kind), *own]
     if kind.needs == "model":
         parts.append(click.option("--random-weights", is_flag=True, help="Use MODEL's shape with random weights."))

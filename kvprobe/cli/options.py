@@ -4,13 +4,14 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from kvprobe.errors import did_you_mean
+from kvprobe.errors import KvprobeError, did_you_mean
 from kvprobe.progress import Progress
 
 if TYPE_CHECKING:
@@ -189,9 +190,22 @@ def checked_first(command: Command, *, weights: bool = True) -> Command:
                 from kvprobe.models import loading
 
                 loading.check(name, weights=weights)
-        return command(*arguments, **options)
+        ctx = click.get_current_context()
+        with naming_default(ctx.get_parameter_source("model") is click.core.ParameterSource.DEFAULT):
+            return command(*arguments, **options)
 
     return cast(Command, checked)
+
+
+@contextmanager
+def naming_default(defaulted: bool) -> Iterator[None]:
+    """What cannot be done with gpt2 says, if nobody typed it, where the name comes from."""
+    try:
+        yield
+    except KvprobeError as error:
+        if not defaulted or "gpt2" not in str(error) or "MODEL defaults" in str(error):
+            raise
+        raise type(error)(f"{error}; MODEL defaults to gpt2") from error
 
 
 def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "Loaded":

@@ -139,6 +139,10 @@ class Cache(Experiment):
         }
         return rows(spec, **given), facts
 
+    def given(self, subject: Any, progress: Progress) -> Any:
+        """A name as the shape that it means."""
+        return find_shape(subject, progress=progress) if isinstance(subject, str) else super().given(subject, progress)
+
     @classmethod
     def sentence(cls, result: Result) -> str:
         """What the rows support, in one plain sentence: one more token, and the longest context asked for."""

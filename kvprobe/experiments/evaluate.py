@@ -46,6 +46,7 @@ class Evaluate(Experiment):
     """
 
     name = "evaluate"
+    example = "attend=[small_norms]"
     short = "What does an attention function of your own cost?"
     caption = "Loss beyond the model as it is, and KL divergence of the next-token distribution from its own."
     columns = (

@@ -1,8 +1,10 @@
 """What is an experiment? A frozen dataclass whose fields are its settings, in Python, commands and sweeps."""
 
+import inspect
+import re
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -106,12 +108,34 @@ class Experiment:
     heading: ClassVar[str] = ""
     caption: ClassVar[str] = ""
 
+    example: ClassVar[str] = ""
+    """Settings without which it cannot be made."""
+    help: ClassVar[str]
+    """The docstring as it was written, which is the help of its command; `help()` in Python has the settings too."""
+
+    def __init_subclass__(cls) -> None:
+        cls.help = inspect.cleandoc(cls.__doc__ or "")
+        fields_of = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        lines = [_about(name, value) for name, value in fields_of.items() if "setting" in value.metadata]
+        asked = "subject" if cls.needs == "corpus" else '"smollm2-135m"'
+        example = [
+            f"    >>> from kvprobe.experiments import {cls.__name__}",
+            f"    >>> result = {cls.__name__}({cls.example}).run({asked})",
+        ]
+        text = cls.help.replace("\b\n", "").rstrip()
+        cls.__doc__ = "\n".join([text, "", "In Python:", *example, "", "Settings, given by name:", *lines])
+
     def __post_init__(self) -> None:
         for name, about in settings_of(type(self)).items():
             value = getattr(self, name)
             if about.repeats:
                 if isinstance(value, str) or not isinstance(value, Iterable):
                     raise SettingError(f"{{{name}}} must be a list, even of one, got {{0!r}}", value)
+                if None in (value := tuple(value)):
+                    raise SettingError(
+                        f"{{{name}}} takes no None"
+                        + (": the full pass is always the first row" if self.needs == "passage" else "")
+                    )
                 value = tuple(about.checked(name, part) for part in value)
             # as a class has it: the default
             elif value is not None or getattr(type(self), name) is not None:
@@ -123,7 +147,12 @@ class Experiment:
         raise NotImplementedError
 
     def run(self, subject: Any, *, progress: Progress = silent) -> Result:
-        """The result of asking ``subject``; raises as `measure` does, naming its own settings."""
+        """The result of asking ``subject``; raises as `measure` does, naming its own settings.
+
+        A model's name, a loaded model or a subject is made what the experiment ``needs`` with the defaults of
+        :func:`kvprobe.prepare`. Raises TypeError for anything else.
+        """
+        subject = self.given(subject, progress)
         started = time.perf_counter()
         try:
             rows, facts = self.measure(subject, progress)
@@ -140,6 +169,30 @@ class Experiment:
             raise ValueError(f"a run record says {twice[0]} twice")
         # facts say what a setting came to, and what was read in the subject's place
         return Result(self.analysis or self.name, rows, run_record(about | settings | facts, wall_s=wall_s))
+
+    def given(self, subject: Any, progress: Progress) -> Any:
+        """``subject`` as what it ``needs``: `run` says what may be given."""
+        name = isinstance(subject, str)
+        if self.needs == "model" and name:
+            from kvprobe.models.loading import load
+
+            return load(subject, progress=progress)
+        if self.needs == "passage" and (name or hasattr(subject, "tokenizer")):
+            from kvprobe.models.subject import prepare
+
+            return prepare(subject, progress=progress)
+        if self.needs == "model" and hasattr(subject, "loaded"):
+            return subject.loaded
+        if hasattr(subject, "record"):
+            return subject
+        wanted = {
+            "config": "a model's name",
+            "model": "a model's name or what kvprobe.load gives",
+            "passage": "a model's name, or what kvprobe.load or kvprobe.prepare gives",
+            "corpus": "a TrainingSubject (kvprobe.experiments.gqa_training)",
+        }[self.needs]
+        hint = "" if self.needs == "corpus" else "; kvprobe.prepare takes a model in memory"
+        raise TypeError(f"{type(self).__name__}.run takes {wanted}, not {type(subject).__name__}{hint}")
 
     def settings(self) -> dict[str, Any]:
         """The settings as a record has them."""
@@ -176,6 +229,13 @@ class Experiment:
     def figure(cls, result: Result, **how: Any) -> "Figure":
         """The picture, by `kvprobe.plots`; ``how``: ``width`` in inches, ``title``."""
         return import_module(f"kvprobe.plots.{cls.name}").figure(result.rows, result.run, **how)
+
+
+def _about(name: str, value: "Field[Any]") -> str:
+    about = value.metadata["setting"]
+    default = about.shown or repr(value.default)
+    said = re.sub(r"Repeat for [^.]*\.", "A list.", about.help)
+    return f"    {name}: {' '.join(said.split())}  [default: {default}]"
 
 
 def settings_of(experiment: type[Experiment]) -> dict[str, Setting]:

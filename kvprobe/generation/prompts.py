@@ -53,6 +53,11 @@ def encoded(
     """
     if loaded.tokenizer is None:
         raise ValueError(f"{loaded.name} has no tokenizer to read a prompt with: give tokenizer=…")
+    if not isinstance(prompt, str):
+        raise ValueError(
+            f"a prompt must be a string, got {type(prompt).__name__}: give a message's text with chat=True, which puts "
+            "it into the model's template, and system=… beside it"
+        )
     if system is not None and not chat:
         raise ValueError("a system message needs a chat: give chat=True too")
     if chat:

@@ -7,6 +7,7 @@ from typing import Any
 from kvprobe.caches.layer import KVCache
 from kvprobe.caches.rolling import Positions
 from kvprobe.decoder.model import Decoder, from_hf
+from kvprobe.errors import did_you_mean
 from kvprobe.generation.choose_engine import EngineChoice, choose_engine
 from kvprobe.generation.detokenise import RowText
 from kvprobe.generation.generate import Generation, Sampling, Step, stream, tokens_fed
@@ -19,6 +20,9 @@ from kvprobe.text.passages import Bos
 
 N_SINK = 4
 """Sinks beside a window, unless told: what StreamingLLM found to be enough."""
+
+SETTINGS = ("window", "n_sink", "positions", "cache", "naive", "engine")
+"""The settings of :class:`TextStream` that `generate` hands on."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +167,10 @@ def generate(
     ``model`` is a name, a loaded model, or a Hugging Face model in memory with its ``tokenizer``. With ``chat`` each
     prompt is a user's message in the model's own template, after the message ``system`` if there is one. A row ends
     with one of the model's end tokens, before one of the texts ``stop``, or after ``max_new_tokens``. Temperature 0 is
-    greedy (:class:`kvprobe.generation.generate.Sampling`). Other ``settings``, as ``window``, ``n_sink`` and
-    ``engine``, are those of :class:`TextStream`. Raises KvprobeError for a model without a chat template, and
-    ValueError for an empty prompt and for more tokens than the model has positions.
+    greedy (:class:`kvprobe.generation.generate.Sampling`). ``settings`` are ``window``, ``n_sink``, ``positions``,
+    ``cache``, ``naive`` and ``engine`` of :class:`TextStream`; TypeError for any other. Raises KvprobeError for a model
+    without a chat template, and ValueError for an empty prompt, for none, and for more tokens than the model has
+    positions.
 
     >>> import kvprobe
     >>> questions = ["What is the capital of France?", "What is the capital of Japan?"]
@@ -176,7 +181,13 @@ def generate(
     ('eos', 'eos')
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if unknown := sorted(settings.keys() - SETTINGS):
+        meant = "n_sink" if unknown[0] == "sinks" else None
+        hint = f"did you mean {meant}? " if meant else did_you_mean(unknown[0], SETTINGS)
+        raise TypeError(f"generate has no {unknown[0]}: {hint}its settings are {', '.join(SETTINGS)}")
+    prompts = [prompts] if isinstance(prompts, str) else [*prompts]
+    if not prompts:
+        raise ValueError("prompts is empty: give at least one")
     if isinstance(model, str):
         loaded = loading.load(model, progress=progress)
     else:

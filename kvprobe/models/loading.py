@@ -279,7 +279,7 @@ def _here(name: str = "") -> str:
     offered = [row["name"] for row in rows if row["state"] == "not pulled"]
     can = f"available here: {', '.join(ready)}" if ready else "no model is on this machine yet"
     can += f"; `kvprobe pull NAME` fetches {' or '.join(offered)}" if offered else ""
-    return f"MODEL defaults to gpt2; {can}" if name == "gpt2" else did_you_mean(name, ready + offered, can)
+    return did_you_mean(name, ready + offered, can)
 
 
 def _size(directory: Path) -> int:

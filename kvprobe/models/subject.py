@@ -79,6 +79,8 @@ def prepare(
         raise ValueError(Wording("{tokens} must be at least 2, got {0}", tokens))
     if (string is not None) + (ids is not None) + (text != "bundled") > 1:
         raise ValueError("text, string and ids exclude each other: give one of them")
+    if not isinstance(text, str | Text):
+        raise ValueError(f"text must be a name or a file, got {type(text).__name__}: prepare one text at a time")
     if not isinstance(model, str) and (dtype, device) != ("float32", "auto"):
         raise ValueError("a model in memory has its own dtype and device: leave them out")
     # the text first: a wrong file name should not wait for a model to load

@@ -88,8 +88,8 @@ def measure(
     """
     length = input_ids.shape[-1]
     if not 0 <= queries_from < length:
-        said = "{queries_from} must be between 0 and {0} for {tokens} {1}, got {2}"
-        raise ValueError(Wording(said, length - 1, length, queries_from))
+        said = "{queries_from} must be between 0 and {0} for {tokens} {1}, got {2}: give {queries_from} {3}"
+        raise ValueError(Wording(said, length - 1, length, queries_from, length // 2))
     subject = language_model(model)
     n_layers = 1 + max(subject.layers(), default=0)
 

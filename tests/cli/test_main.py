@@ -360,3 +360,14 @@ def test_an_option_given_twice_and_a_picture_in_out_are_usage_errors(main, argum
     done = main(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
+
+
+def test_only_a_name_that_nobody_typed_is_said_to_be_the_default(main, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVPROBE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for default, typed in ((["sinks"], ["sinks", "gpt2"]), (["generate", "hi"], ["generate", "gpt2", "hi"])):
+        assert "; MODEL defaults to gpt2" in main(*default).stderr
+        done = main(*typed)
+        assert done.returncode == 1
+        assert "MODEL defaults" not in done.stderr

@@ -2,20 +2,24 @@
 
 import doctest
 import pickle
+import pydoc
 import re
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from kvprobe import errors
+from kvprobe import errors, experiments
+from kvprobe.errors import KvprobeError
 from kvprobe.experiments import registry
 from kvprobe.experiments.experiment import Experiment, SettingError, setting, settings_of
 from kvprobe.experiments.lowrank import Lowrank
 from kvprobe.experiments.relief import Relief
 from kvprobe.experiments.sinks import Sinks
 from kvprobe.experiments.window import Window
+from kvprobe.models import loading
 from kvprobe.models.subject import prepare
+from support.tiny import tiny_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,7 @@ def test_settings_that_contradict_each_other_are_named():
     [
         (Window(windows=(0,)), "windows must be at least 1 (the query itself), got 0"),
         (Lowrank(ranks=(33,)), "ranks must be between 1 and 32 (64 tokens fitted, width 32), got 33"),
-        (Sinks(queries_from=64), "queries_from must be between 0 and 63 for tokens 64, got 64"),
+        (Sinks(queries_from=64), "queries_from must be between 0 and 63 for tokens 64, got 64: give queries_from 32"),
         # what another experiment refused on its behalf
         (Relief(n_sink=65), "n_sink must be between 0 and 64 for 64 tokens, got 65"),
         (Relief(windows=(0,)), "windows must be at least 1 (the query itself), got 0"),
@@ -98,3 +102,37 @@ def test_settings_that_contradict_each_other_are_named():
 def test_what_a_model_or_passage_refuses_is_named_as_the_experiment_has_it(tiny_llama, asked, says):
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
         asked.run(prepare(str(tiny_llama), tokens=64, device="cpu"))
+
+
+def test_every_class_is_handed_out_by_the_package_and_help_has_its_settings():
+    for name in registry.names():
+        kind = registry.experiment(name)
+        assert getattr(experiments, kind.__name__) is kind
+        assert kind.__name__ in dir(experiments)
+        shown = pydoc.plain(pydoc.render_doc(kind))
+        assert f">>> from kvprobe.experiments import {kind.__name__}" in shown
+        assert all(f"{setting}: " in shown for setting in settings_of(kind))
+    with pytest.raises(AttributeError, match="no attribute 'Nosuch'"):
+        _ = experiments.Nosuch
+
+
+def test_an_experiment_takes_what_prepare_takes_and_names_what_it_does_not(tiny_llama):
+    loaded = loading.load(str(tiny_llama), device="cpu")
+    ids = tiny_ids(48)[0]
+    rows = experiments.Sinks(queries_from=8).run(prepare(loaded, ids=ids)).rows
+    assert len(rows) == loaded.spec.n_layers
+    read = prepare(loaded, tokens=96)
+    assert read.passage.n_tokens == 96
+    memory = experiments.Memory(contexts=(8,))
+    assert memory.run(read).rows == memory.run(loaded).rows == memory.run(str(tiny_llama)).rows
+    assert experiments.Cache(contexts=(8,)).run(str(tiny_llama)).rows[0]["context"] == 8
+    with pytest.raises(KvprobeError, match=r"positions, fewer than 1,024 tokens: use tokens 256"):
+        experiments.Window().run(loaded)
+    with pytest.raises(
+        TypeError, match=r"Sinks\.run takes a model's name, or what kvprobe.load .* not LlamaForCausalLM"
+    ):
+        experiments.Sinks().run(loaded.model)
+    with pytest.raises(SettingError, match="windows takes no None: the full pass is always the first row"):
+        experiments.Window(windows=[16, None])
+    with pytest.raises(ValueError, match=r"give queries_from 3"):
+        experiments.Sinks().run(prepare(loaded, ids=ids[:7]))

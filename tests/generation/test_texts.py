@@ -1,6 +1,7 @@
 import pytest
 
 import kvprobe
+from kvprobe.errors import KvprobeError
 from kvprobe.generation.texts import generate
 from support.chat import with_template
 from support.models import write_gpt2_random
@@ -115,3 +116,18 @@ def test_smollm2_answers_three_at_once():
     answers = kvprobe.generate("smollm2-135m", questions, chat=True, max_new_tokens=24)
     assert all(capital in text for capital, text in zip(capitals.values(), answers.texts, strict=True))
     assert answers.stopped_by == ("eos",) * 3
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "kind", "says"),
+    [
+        ([], {}, ValueError, "prompts is empty: give at least one"),
+        (["a"], {"sinks": 2}, TypeError, r"generate has no sinks: did you mean n_sink\?"),
+        (["a"], {"windows": 2}, TypeError, r"generate has no windows: did you mean window\?"),
+        ([{"role": "user", "content": "a"}], {"chat": True}, ValueError, "a prompt must be a string, got dict"),
+        (["a"], {"chat": True}, KvprobeError, r"leave out --chat \(chat=True\)"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_in_words_of_python(loaded, prompts, settings, kind, says):
+    with pytest.raises(kind, match=says):
+        generate(loaded, prompts, **settings)

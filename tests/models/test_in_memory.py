@@ -78,6 +78,7 @@ def test_a_string_and_ids_are_read_whole(loaded):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"text": ["a", "b"]}, "text must be a name or a file, got list: prepare one text at a time"),
         ({"string": "a", "ids": [1, 2]}, "text, string and ids exclude each other"),
         ({"text": "manual", "string": "a"}, "text, string and ids exclude each other"),
         ({"dtype": "bfloat16"}, "a model in memory has its own dtype and device"),

@@ -8,7 +8,7 @@ import click
 
 from kvprobe.caches.registry import KINDS
 from kvprobe.cli.command import Command
-from kvprobe.cli.options import Choice, CountFrom, Finite, common, load_model
+from kvprobe.cli.options import Choice, CountFrom, Finite, common, load_model, naming_default
 from kvprobe.errors import KvprobeError
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def command(arguments: tuple[str, ...], **options: Any) -> None:
 
     started = time.perf_counter()
     chat, quiet = options["chat"], options["quiet"]
-    with progress_bar(quiet) as progress:
+    # by position or by default, as `_asked` told them apart
+    with naming_default(name not in arguments), progress_bar(quiet) as progress:
         loaded = load_model(name, options, progress)
     decoder = from_hf(loaded.model)
     read = [encoded(loaded, prompt, chat=chat, system=options["system"], bos=options["bos"]) for prompt in prompts]
