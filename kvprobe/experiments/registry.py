@@ -2,9 +2,9 @@
 
 import pkgutil
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kvprobe.experiments
 import kvprobe.plots
 from kvprobe.experiments.experiment import Experiment
 from kvprobe.results.result import Result
@@ -17,7 +17,7 @@ HELPERS = {"experiment", "registry", "streaming", "stream_checkpoint", "gqa_trai
 
 def names() -> list[str]:
     """The names of all experiments; none is imported."""
-    return sorted({module.name for module in pkgutil.iter_modules(kvprobe.experiments.__path__)} - HELPERS)
+    return sorted({module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])} - HELPERS)
 
 
 def experiment(name: str) -> type[Experiment]:
