@@ -99,7 +99,7 @@ def test_end_to_end_is_a_prefill_and_every_later_token(decoder):
 
 def test_measuring_refuses_before_it_begins(decoder):
     timer = Bench(decoder=decoder)
-    with pytest.raises(ValueError, match="257 tokens are more than the model's 256 positions"):
+    with pytest.raises(ValueError, match="context must be at most 256, the model's positions, got 257"):
         timer.measure([8, 257])
     with pytest.raises(ValueError, match="phase must be one of naive, cached, prefill, got 'warm'"):
         timer.measure([8], phases=["warm"])
@@ -107,7 +107,7 @@ def test_measuring_refuses_before_it_begins(decoder):
         timer.measure([8], batches=[0])
     with pytest.raises(KvprobeError, match="a batch of 1000000000 at 200 tokens would need"):
         timer.measure([200], batches=[1, 10**9])
-    with pytest.raises(ValueError, match="new tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="new_tokens must be at least 1, got 0"):
         timer.end_to_end(8, 0)
-    with pytest.raises(ValueError, match="257 tokens are more"):
+    with pytest.raises(ValueError, match="new_tokens 8 need more than the model.s 256 positions"):
         timer.end_to_end(250, 8)

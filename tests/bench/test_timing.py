@@ -45,8 +45,8 @@ def test_few_repeats_are_enough_where_few_were_asked_for():
 
 def test_the_clock_of_a_gpu_waits_for_it(monkeypatch):
     waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(str(device)))
     device_clock("cuda:0")()
-    assert waited == ["cuda"]
+    assert waited == ["cuda:0"]
     device_clock("cpu")()
-    assert waited == ["cuda"]
+    assert waited == ["cuda:0"]

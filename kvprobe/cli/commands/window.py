@@ -19,8 +19,11 @@ def _body(model: str, options: dict[str, Any]) -> Result | None:
     if options["stream"]:
         _stream(model, options)
         return None
-    if stray := [name for name in ("every", "state", "no_resume") if options[name] not in (None, False)]:
-        raise click.UsageError(f"--{stray[0].replace('_', '-')} needs --stream: give it too")
+    # an --every of 0 was given too
+    given = [name for name in ("every", "state") if options[name] is not None]
+    given += ["no_resume"] if options["no_resume"] else []
+    if given:
+        raise click.UsageError(f"--{given[0].replace('_', '-')} needs --stream: give it too")
     window = asked(Window, options)
     # by slot, no position beyond the model's is ever used
     return ask(window, model, options, unlimited=window.positions == "cache")
