@@ -165,7 +165,7 @@ def test_the_prompt_may_come_from_standard_input_and_the_text_go_to_a_file(run, 
         (["--window", "8", "--no-cache"], 2, "give only one of them"),
         (["--window", "8", "--cache", "full"], 2, "--window needs --cache rolling, not full"),
         (["--cache", "full", "--no-cache"], 2, "give only one of them"),
-        (["more", "words"], 2, "put the prompt in quotes"),
+        (["more", "words"], 2, "one prompt: put it in quotes"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(run, gpt2_random, options, code, says):

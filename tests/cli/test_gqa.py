@@ -148,7 +148,8 @@ def test_what_the_user_can_mend_is_one_line_before_any_step(run, corpus, monkeyp
     from kvprobe.cells import run_store
 
     monkeypatch.setattr(run_store, "train", None)
-    done = run("--quick", "--quiet", "--corpus", corpus, *arguments)
+    text = () if "--corpus" in arguments else ("--corpus", corpus)
+    done = run("--quick", "--quiet", *text, *arguments)
     assert done.returncode == 1
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
