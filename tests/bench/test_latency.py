@@ -109,5 +109,5 @@ def test_measuring_refuses_before_it_begins(decoder):
         timer.measure([200], batches=[1, 10**9])
     with pytest.raises(ValueError, match="new_tokens must be at least 1, got 0"):
         timer.end_to_end(8, 0)
-    with pytest.raises(ValueError, match="new_tokens 8 need more than the model.s 256 positions"):
+    with pytest.raises(ValueError, match="prompt_tokens 250 and new_tokens 8 need more"):
         timer.end_to_end(250, 8)
