@@ -92,6 +92,20 @@ def collect() -> Result:
     return Result("releases", rows, {"reference": REFERENCE, "models": [*MODELS], "n_tokens": N_TOKENS})
 
 
+def markdown(rows: list[Row]) -> str:
+    """The table of the README: a line for each release."""
+    heads = ("transformers", "torch", "numpy", "hub client", "click", "tests passed, skipped", "largest difference")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        apart = f"{row['max_loss_difference']:.1e} nat, {row['max_mass_difference']:.1e} of mass"
+        if row["transformers"] == REFERENCE:
+            apart = "compared with"
+        same = [row[name] for name in ("transformers", "torch", "numpy", "huggingface_hub", "click")]
+        counts = f"{row['passed']}, {row['skipped']}"
+        lines.append(f"| {' | '.join([*same, counts, apart])} |")
+    return "\n".join(lines)
+
+
 def differences(rows: list[Row], reference: list[Row]) -> Row:
     """The greatest differences of losses (nat) and masses, and whether ids and bytes are the same."""
     found: Row = {"max_loss_difference": 0.0, "max_mass_difference": 0.0, "same_ids": True, "same_bytes": True}
@@ -122,7 +136,9 @@ def _counts(junit: Path) -> dict[str, int]:
 def main(junit: Path | None, collects: bool) -> None:
     """Measure, or collect, and keep."""
     if collects:
-        show(collect(), save=True)
+        result = collect()
+        show(result, save=True)
+        click.echo(f"\nFor the README:\n\n{markdown(result.rows)}")
         return
     with progress_bar(quiet=False) as progress:
         result = run(junit=junit, progress=progress)

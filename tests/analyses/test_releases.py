@@ -56,6 +56,14 @@ def test_a_release_that_renames_an_argument_of_attention_is_caught():
     assert "attention is given scale, which kvprobe does not honour in layer 0" in renamed.stdout
 
 
+def test_the_readme_has_the_table_of_the_kept_releases():
+    rows = releases.collect().rows
+    assert rows == Result.load(releases.KEPT.with_suffix("")).rows
+    assert releases.markdown(rows) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(row["same_ids"] and row["same_bytes"] and not row["failed"] for row in rows)
+    assert max(row[f"max_{what}_difference"] for row in rows for what in ("loss", "mass")) < 1e-5
+
+
 def rows_of(**values):
     return [{"model": "m", "quantity": quantity, "value": value} for quantity, value in values.items()]
 
