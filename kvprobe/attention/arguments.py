@@ -15,6 +15,8 @@ HONOURED = {"scaling", "softcap", "s_aux", "is_causal", "indices", "block_indice
 HARMLESS = {"sliding_window", "position_ids", "cache_position", "cache", "past_key_values", "use_cache", "return_dict"}
 HARMLESS |= {"output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch"}
 HARMLESS |= {"logits_to_keep", "token_type_ids", "mm_token_type_ids"}
+# what `generate` hands on with stop_strings
+HARMLESS |= {"tokenizer"}
 # only flash kernels read these, in place of a mask
 FLASH = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 

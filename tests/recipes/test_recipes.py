@@ -64,6 +64,20 @@ def test_models_in_memory_have_the_losses_that_they_themselves_say(tiny_llama):
     assert losses["tuned"] < losses["merged"] < losses["before"]
 
 
+def test_generate_stops_at_a_text_inside_the_block_as_outside(gpt2_tokenizer_files, tmp_path):
+    loaded = kvprobe.load(str(write_random(tmp_path / "llama", "llama", gpt2_tokenizer_files)))
+    read = loaded.tokenizer(PROMPT, return_tensors="pt")
+    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    made = loaded.model.generate(**read, **how)[0, read.input_ids.shape[1] :]
+    stop = loaded.tokenizer.decode(made[3:5])
+    how |= {"stop_strings": [stop], "tokenizer": loaded.tokenizer}
+    plain = loaded.model.generate(**read, **how)
+    with kvprobe.attending(loaded.model, lambda call: call.attend()):
+        inside = loaded.model.generate(**read, **how)
+    assert inside.tolist() == plain.tolist()
+    assert plain.shape[1] < read.input_ids.shape[1] + 12
+
+
 def test_the_pivot_has_each_measurement_in_its_place(gpt2_tokenizer_files, tmp_path):
     names = [str(write_random(tmp_path / family, family, gpt2_tokenizer_files)) for family in ("llama", "qwen3")]
     table = recipe("frames")(*names, tokens=96)
