@@ -12,12 +12,12 @@ import re
 import shutil
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.files.store import disk_full, run_watched
-from kvprobe.models import rope_names
 from kvprobe.models.gguf_join import join
 from kvprobe.models.gguf_model import Described, describe, one_for_all
 from kvprobe.models.gguf_vocabulary import AS_LLAMA3, DIGITS_ALONE, cuts_as_known
@@ -26,6 +26,8 @@ from kvprobe.progress import Progress, silent
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+CONVERTS = (5, 24)
+"""The first release of transformers whose conversions are tested."""
 _UNSUPPORTED = "kvprobe: unsupported: "
 
 
@@ -37,6 +39,7 @@ def convert(gguf: Path, directory: Path, *, log: Path, name: str, progress: Prog
     understood, KvprobeError for a file that is damaged or incomplete, or a model that does not fit memory or disk.
     `log` is a scratch file for the conversion's output.
     """
+    refuse_older_transformers()
     described = describe(gguf, name=name, text=False)
     _refuse_if_too_big(described, directory, name=name)
     source = gguf
@@ -139,6 +142,21 @@ def _read_once(described: Described) -> None:
     reading.GGUFReader = read
 
 
+def refuse_older_transformers() -> None:
+    """Raise UnsupportedModelError below the first release of transformers whose conversions are tested.
+
+    4.57 makes a tokenizer with another BOS and EOS of the same file.
+    """
+    installed = metadata.version("transformers")
+    if tuple(int(part) for part in installed.split(".")[:2]) < CONVERTS:
+        wanted = ".".join(map(str, CONVERTS))
+        raise UnsupportedModelError(
+            f"GGUF files are converted by transformers {wanted} or newer, and {installed} is installed, which may read "
+            f"their tokenizers otherwise: convert once where {wanted} is installed, with the same KVPROBE_HOME; what "
+            "it has converted loads here too"
+        )
+
+
 def _unsupported(what: str) -> SystemExit:
     print(_UNSUPPORTED + what, file=sys.stderr)
     return SystemExit(1)
@@ -152,7 +170,6 @@ def _carry(described: Described, config: "PreTrainedConfig") -> None:
     settings = dict(described.settings)
     if described.rope is not None:
         settings["rope_parameters"] = described.rope
-    settings = rope_names.for_installed("the file", {"model_type": config.model_type, **settings})
     for key, value in settings.items():
         if getattr(config, key, None) != value:
             setattr(config, key, value)

@@ -25,7 +25,7 @@ from kvprobe.files.store import (
     verify,
     write_manifest,
 )
-from kvprobe.models.gguf_convert import convert
+from kvprobe.models.gguf_convert import convert, refuse_older_transformers
 from kvprobe.models.gguf_model import describe
 from kvprobe.progress import Progress, silent
 from kvprobe.results.record import versions
@@ -176,6 +176,8 @@ def pull(name: str, *, progress: Progress = silent) -> Path:
             return target
         progress(f"{name} is damaged ({wrong}): fetching it again", 0, None)
         (target / MANIFEST).unlink()  # without it, the directory is replaced
+    if item.make == "gguf":
+        refuse_older_transformers()  # before anything is fetched
     return atomic_dir(target, lambda directory: _build(item, directory, progress), progress=progress)
 
 

@@ -210,6 +210,18 @@ def test_a_million_layers_and_a_vocabulary_alone_are_refused_at_once(small, tmp_
 # --- keys
 
 
+@pytest.mark.parametrize("installed", ["4.57.0", "5.12.1", "5.23.9"])
+def test_an_older_transformers_converts_nothing(home, small, monkeypatch, installed):
+    """4.57 makes a tokenizer with another BOS and EOS of the same file."""
+    monkeypatch.setattr(gguf_convert.metadata, "version", lambda _package: installed)
+    said = rf"converted by transformers 5\.24 or newer, and {installed} is installed"
+    with pytest.raises(UnsupportedModelError, match=said):
+        pull.pull("smollm2-135m")
+    with pytest.raises(UnsupportedModelError, match=said):
+        pull.convert_once(small)
+    assert not [path for path in home.rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
