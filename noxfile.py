@@ -17,7 +17,7 @@ TORCH = next(pin for pin in PINS if pin.startswith("torch=="))
 # what an older transformers wants in other versions than constraints.txt names
 LOOSE = ("transformers", "huggingface_hub", "tokenizers")
 BETWEEN = ("5.0.0", "5.12.1")
-SUITE = ("tests/attention", "tests/decoder", "tests/analyses/test_releases.py")
+SUITE = ("tests/attention", "tests/decoder", "tests/models/test_older_releases.py", "tests/analyses/test_releases.py")
 TESTS = ("pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis==6.170.17")
 
 

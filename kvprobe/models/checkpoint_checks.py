@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.files.jsonfile import read_object
 from kvprobe.memory import check_memory
-from kvprobe.models import arrivals, hub, rope_names
+from kvprobe.models import arrivals, hub, older_releases
 from kvprobe.models.headers import Tensor
 from kvprobe.shape.cache_bytes import DTYPE_BYTES
 from kvprobe.shape.spec import Spec
@@ -127,8 +127,8 @@ def model(name: str, directory: Path, config: Mapping[str, Any], tensors: Mappin
     settings |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if given["method"] is not None:
         settings["quantization_config"] = _dequantising(given["method"])
-    if not rope_names.reads_rope_parameters() and "model_type" in config:
-        settings["config"] = _configuration(rope_names.for_installed(name, config))
+    if older_releases.installed() < older_releases.TESTED:
+        settings["config"] = _configuration(older_releases.for_installed(name, config))
     try:
         made, report = build.from_pretrained(directory, **settings)
     except SafetensorError as error:

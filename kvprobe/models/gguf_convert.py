@@ -12,12 +12,12 @@ import re
 import shutil
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import KvprobeError, UnsupportedModelError
 from kvprobe.files.store import disk_full, run_watched
+from kvprobe.models import older_releases
 from kvprobe.models.gguf_join import join
 from kvprobe.models.gguf_model import Described, describe, one_for_all
 from kvprobe.models.gguf_vocabulary import AS_LLAMA3, DIGITS_ALONE, cuts_as_known
@@ -26,8 +26,6 @@ from kvprobe.progress import Progress, silent
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-CONVERTS = (5, 24)
-"""The first release of transformers whose conversions are tested."""
 _UNSUPPORTED = "kvprobe: unsupported: "
 
 
@@ -147,9 +145,8 @@ def refuse_older_transformers() -> None:
 
     4.57 makes a tokenizer with another BOS and EOS of the same file.
     """
-    installed = metadata.version("transformers")
-    if tuple(int(part) for part in installed.split(".")[:2]) < CONVERTS:
-        wanted = ".".join(map(str, CONVERTS))
+    if (here := older_releases.installed()) < older_releases.TESTED:
+        installed, wanted = map(older_releases.text, (here, older_releases.TESTED))
         raise UnsupportedModelError(
             f"GGUF files are converted by transformers {wanted} or newer, and {installed} is installed, which may read "
             f"their tokenizers otherwise: convert once where {wanted} is installed, with the same KVPROBE_HOME; what "

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.memory import check_memory
-from kvprobe.models import checkpoint_checks, loading, rope_names
+from kvprobe.models import checkpoint_checks, loading, older_releases
 from kvprobe.models.loading import Loaded
 from kvprobe.progress import Progress, silent
 from kvprobe.shape import published
@@ -31,7 +31,7 @@ def load_random(
     config = config.get("text_config", config)
     with checkpoint_checks.quiet(), torch.random.fork_rng(devices=[]):
         checkpoint_checks.refuse_foreign(of["name"], config)
-        config = rope_names.for_installed(of["name"], config)
+        config = older_releases.for_installed(of["name"], config)
         settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "torch_dtype")}
         built = AutoConfig.for_model(config["model_type"], **settings)
         n_parameters = spec.n_parameters or checkpoint_checks.n_described(AutoModelForCausalLM, built)

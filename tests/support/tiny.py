@@ -12,7 +12,7 @@ from packaging.version import Version
 from kvprobe.decoder.families.family import N_LAYERS, VOCAB, WINDOW
 from kvprobe.decoder.families.llama import TINY
 from kvprobe.decoder.weights import FAMILIES as OURS
-from kvprobe.models import rope_names
+from kvprobe.models import older_releases
 
 # the release that constraints.txt names: it has every family below
 TESTED = "5.24.0"
@@ -236,7 +236,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     skip_unless_there(name)
     config_class = getattr(transformers, name)
     of_type = {"model_type": config_class.model_type, **settings, **overrides}
-    return config_class(**{k: v for k, v in rope_names.for_installed(family, of_type).items() if k != "model_type"})
+    return config_class(**{k: v for k, v in older_releases.for_installed(family, of_type).items() if k != "model_type"})
 
 
 def tiny_model(family: str, seed: int = 0, *, std: float = 0.2, **overrides: Any) -> Any:
