@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from kvprobe.errors import KvprobeError, did_you_mean
+from kvprobe.errors import KvprobeError, Wording, did_you_mean
 from kvprobe.progress import Progress
 
 if TYPE_CHECKING:
@@ -205,7 +205,9 @@ def naming_default(defaulted: bool) -> Iterator[None]:
     except KvprobeError as error:
         if not defaulted or "gpt2" not in str(error) or "MODEL defaults" in str(error):
             raise
-        raise type(error)(f"{error}; MODEL defaults to gpt2") from error
+        said = error.args[0]
+        template, values = (said.template, said.values) if isinstance(said, Wording) else ("{0}", (str(error),))
+        raise type(error)(Wording(f"{template}; MODEL defaults to gpt2", *values)) from error
 
 
 def load_model(model: str, options: Mapping[str, Any], progress: Progress) -> "Loaded":

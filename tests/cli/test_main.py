@@ -371,3 +371,13 @@ def test_only_a_name_that_nobody_typed_is_said_to_be_the_default(main, monkeypat
         done = main(*typed)
         assert done.returncode == 1
         assert "MODEL defaults" not in done.stderr
+
+
+def test_what_the_default_model_refuses_names_the_option_that_was_typed(main, gpt2_random, tmp_path, monkeypatch):
+    shutil.copytree(gpt2_random, tmp_path / "gpt2")
+    monkeypatch.chdir(tmp_path)
+    done = main("sinks", "--tokens", 300, "--quiet")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "kvprobe: gpt2 has 256 positions, fewer than 300 tokens: use --tokens 256; MODEL defaults to gpt2\n"
+    )

@@ -16,8 +16,8 @@ def command(remove: str | None, **options: Any) -> None:
     """List the models available here without a network, with the space they take.
 
     MODEL may also be any local directory of a Hugging Face causal model with safetensors, a GGUF file, or
-    a hub id such as gpt2. A GGUF file is converted at its first use, and the conversion is kept. It speeds up the next
-    use of the file, is no MODEL by its own name, and is shown apart, with the name that --remove takes.
+    a hub id such as gpt2. A GGUF file is converted at its first use, and the conversion is kept for the
+    next one. Its name cannot be given as MODEL; it is listed separately, with the name that --remove takes.
 
     \b
     Examples:
